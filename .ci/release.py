@@ -36,7 +36,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.append(str(ROOT))
 
 TOOLS = ("build==1.6.1", "setuptools==84.2.1")
 """The tools that build. Other versions may write other bytes."""

@@ -108,9 +108,17 @@ def other_points() -> dict[tuple[str, str], EntryPoint]:
     for group in every.groups:
         for each in every.select(group=group) if group.startswith("snapshot.") else ():
             key = group, each.name
-            if key not in own_points() and key not in RESERVED:
+            if key not in own_points() and key not in RESERVED and not _is_of_another_copy(each):
                 found.setdefault(key, each)  # the first one on the path, as for modules
     return found
+
+
+def _is_of_another_copy(point: EntryPoint) -> bool:
+    """Return True for an entry point of this library that is not of the copy in use, as with an old one on the path."""
+    try:
+        return point.dist is not None and point.dist.name == OWN
+    except Exception:  # noqa: BLE001 - its files are damaged
+        return False
 
 
 def _readable_points() -> Iterator[EntryPoint]:

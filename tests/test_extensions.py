@@ -153,6 +153,24 @@ def test_storage_that_was_installed_after_the_first_look_is_found(install):
         plugin_for(URL.parse("tiny://a"))
 
 
+def test_entry_points_of_another_copy_of_this_library_are_passed_over(install, tmp_path):
+    other = tmp_path / "old" / "snapshot_torch-0.0.1.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: snapshot-torch\nVersion: 0.0.1\n")
+    (other / "entry_points.txt").write_text("[snapshot.storages]\nold = snapshot_old.storage:Old\n")
+    sys.path.append(str(other.parent))
+    install("snapshot.storages", "tiny = tiny:number")
+    try:
+        bad = tmp_path / "bad-1.0.dist-info"  # without it, `entry_points` takes the first distribution of each name
+        bad.mkdir()
+        (bad / "entry_points.txt").write_bytes(b"\xff")
+        extensions.forget()
+        assert extensions.find("snapshot.storages", "old") is None
+        assert extensions.find("snapshot.storages", "tiny") is not None
+    finally:
+        sys.path.remove(str(other.parent))
+
+
 def test_damaged_entry_points_of_a_package_are_logged_once_and_those_of_others_found(install, tmp_path, caplog):
     damaged = tmp_path / "bad-1.0.dist-info"
     damaged.mkdir()
