@@ -30,7 +30,8 @@ def import_all(gone):
             try:
                 importlib.import_module(module.name)
             except ImportError as error:
-                missing = (getattr(error, "name", None) or "snapshot").partition(".")[0]
+                cause = error.__cause__ if error.name is None else error
+                missing = (getattr(cause, "name", None) or "snapshot").partition(".")[0]
                 if missing in {"snapshot", *gone}:
                     raise
 
