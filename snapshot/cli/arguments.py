@@ -42,12 +42,12 @@ Run = Callable[[argparse.Namespace], int]
 def list_verbs() -> dict[str, Verb]:
     """Return all verbs, in the order of the help. Only the declarations of plugins are imported.
 
-    A declaration of another package that cannot be loaded is logged and left out.
+    A declaration of another package that cannot be loaded is logged, and its verb raises when it runs.
     """
     found = {name: Verb(summary, f"snapshot.cli.{name}", order) for name, (order, summary) in _BUILT_IN.items()}
     for name, made in extensions.load_declared(GROUP, Verb, "snapshot"):
-        broken = Verb("is not usable", "", fault=str(made))
-        found.setdefault(name, broken if isinstance(made, SnapshotError) else made)
+        verb = Verb("is not usable", "", fault=str(made)) if isinstance(made, SnapshotError) else made
+        found.setdefault(name, verb)
     return dict(sorted(found.items(), key=lambda each: each[1].order))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from snapshot import extensions
 from snapshot.errors import MissingExtraError, SnapshotError, StorageError
@@ -52,7 +52,7 @@ class Format:
 
     name: str
     order: int = 90
-    """Formats with lower numbers are asked first."""
+    """Lower numbers are asked first, after all formats of this library."""
     folder: str = ""
     """`async def describe(folder: SearchedFolder) -> ForeignDocument | None`, for the checkpoint in a folder."""
     names: str = ""
@@ -141,12 +141,23 @@ _BUILT_IN = (
 )
 
 
+class _Listed(NamedTuple):
+    """All declared formats, in the order in which they are asked."""
+
+    own: tuple[Format, ...]
+    others: tuple[Format, ...]
+    left_out: dict[str, SnapshotError]
+    """Why a declaration of another package is left out, by its entry point."""
+    points: dict[str, str]
+    """The entry point of each format, by its name."""
+
+
 @cache
-def _listed() -> tuple[tuple[Format, ...], tuple[Format, ...], dict[str, SnapshotError]]:
-    """Return the formats of this library, those of others, and why a declaration of another package is left out."""
+def _listed() -> _Listed:
     own, others = list(_BUILT_IN), list[Format]()
     owners = {claim: each.name for each in _BUILT_IN for claim in _claims_of(each)}
     left_out: dict[str, SnapshotError] = {}
+    points: dict[str, str] = {}
     for point, made in extensions.load_declared(GROUP, Format, "the format"):
         if isinstance(made, SnapshotError):
             left_out[point] = made
@@ -155,14 +166,15 @@ def _listed() -> tuple[tuple[Format, ...], tuple[Format, ...], dict[str, Snapsho
         known = owners if is_own else extensions.CLAIMS | owners
         taken = next((f"{claim}, as {known[claim]} does" for claim in claims if claim in known), None)
         if taken is not None:
-            what = f"the format {point} of {_owner(made, point)} is left out"
+            what = f"the format {point} of {_owner_of(point)} is left out"
             left_out[point] = SnapshotError(f"{what}: it declares {taken}")
             log.warning("%s", left_out[point])
             continue
         owners |= dict.fromkeys(claims, made.name)
+        points[made.name] = point
         (own if is_own else others).append(made)
     in_order = attrgetter("order")
-    return tuple(sorted(own, key=in_order)), tuple(sorted(others, key=in_order)), left_out
+    return _Listed(tuple(sorted(own, key=in_order)), tuple(sorted(others, key=in_order)), left_out, points)
 
 
 def formats() -> tuple[Format, ...]:
@@ -171,8 +183,7 @@ def formats() -> tuple[Format, ...]:
     Only the declarations of plugins are imported. One of another package that cannot be loaded, or has what another
     format has, is logged and left out.
     """
-    own, others, _ = _listed()
-    return own + others
+    return _listed().own + _listed().others
 
 
 def _claims_of(made: Format) -> list[str]:
@@ -186,8 +197,12 @@ def _claims_of(made: Format) -> list[str]:
     ]
 
 
-def _owner(made: Format, point: str = "") -> str:
-    found = extensions.find(GROUP, point or made.name)
+def _owner(made: Format) -> str:
+    return _owner_of(_listed().points.get(made.name, ""))
+
+
+def _owner_of(point: str) -> str:
+    found = extensions.find(GROUP, point)
     return extensions.OWN if found is None else extensions.owner_of(found)
 
 
@@ -203,28 +218,41 @@ def resolve(made: Format, place: str) -> Any:
 
 async def describe_folder(folder: SearchedFolder, first: int = 0) -> ForeignDocument | None:
     """Return the checkpoint in a folder; None if no format knows it. `first`: the first order to ask."""
-    own, others, _ = _listed()
-    for each in own + others:
+    for each in formats():
         if each.order < first or not each.folder:
             continue
         if each.names and not any(re.fullmatch(each.names, name) for name in await folder.names()):
             continue
-        try:
-            found: ForeignDocument | None = await resolve(each, each.folder)(folder)
-        except Exception as error:
-            if each in own:
-                raise
-            log.warning("%s: the format %s of %s failed: %r", folder.url, each.name, _owner(each), error)
-            continue
+        found: ForeignDocument | None
+        if each in _listed().own:
+            found = await resolve(each, each.folder)(folder)
+        else:
+            found = await _ask_other(each, folder)
         if found is not None:
             return found
     return None
 
 
+async def _ask_other(made: Format, folder: SearchedFolder) -> ForeignDocument | None:
+    """Ask a format of another package. A fault of its code is logged; what it says of its checkpoint is raised."""
+    try:
+        describe = resolve(made, made.folder)
+    except SnapshotError as error:
+        log.warning("%s", error)
+        return None
+    try:
+        found: ForeignDocument | None = await describe(folder)
+        return found
+    except SnapshotError:
+        raise
+    except Exception as error:  # noqa: BLE001 - other formats may know the folder
+        log.warning("%s: the format %s of %s failed: %r", folder.url, made.name, _owner(made), error)
+        return None
+
+
 def find_by_head(head: bytes, *, own: bool) -> Any:
     """Return the function that describes a file that begins so, or None. `own`: of this library's formats."""
-    ours, others, _ = _listed()
-    each = next((each for each in (ours if own else others) if head.startswith(each.heads)), None)
+    each = next((each for each in (_listed().own if own else _listed().others) if head.startswith(each.heads)), None)
     return None if each is None else resolve(each, each.file)
 
 
@@ -241,7 +269,7 @@ def _missing(claim: str, what: str, name: str = "") -> SnapshotError:
     package = extensions.CLAIMS.get(claim)
     if package is not None:
         return MissingExtraError(f"{what}: {package} of {extensions.OWN} is not installed")
-    return _listed()[2].get(name) or SnapshotError(f"{what}: no installed format has it")
+    return _listed().left_out.get(name) or SnapshotError(f"{what}: no installed format has it")
 
 
 def find_codec(codec: str) -> Any:
@@ -297,7 +325,7 @@ def find_suffix(suffix: str) -> Format | None:
 
 def is_writable(to: str) -> bool:
     """Return True for a value of `Target(to=...)`, also if its package is missing or its declaration left out."""
-    return to in written_formats() or f"to={to!r}" in extensions.CLAIMS or to in _listed()[2]
+    return to in written_formats() or f"to={to!r}" in extensions.CLAIMS or to in _listed().left_out
 
 
 def written_formats() -> list[str]:

@@ -8,7 +8,7 @@ import torch
 import snapshot
 from snapshot import Snapshot, StateDict, Target, extensions
 from snapshot.cli import main
-from snapshot.errors import MissingExtraError, SnapshotError, SnapshotNotFoundError
+from snapshot.errors import CorruptSnapshotError, MissingExtraError, SnapshotError, SnapshotNotFoundError
 from snapshot.formats import registry
 from snapshot.formats.registry import Format
 
@@ -206,6 +206,24 @@ def test_formats_of_another_package_that_fail_leave_ours_usable_and_are_named(in
     assert "the format raising of tiny 1.2 failed: RuntimeError('no device')" in caplog.text
     assert main(["convert", str(tmp_path / "t.pt"), str(tmp_path / "s"), "--dtype", "float32"]) == 0
     assert "the format options of tiny 1.2: cannot add its options" in caplog.text
+
+
+def test_format_of_another_package_says_that_its_checkpoint_is_damaged(install, tmp_path):
+    module = f"{WRONG}\nfrom snapshot.errors import CorruptSnapshotError\n"
+    module += "async def damaged(folder): raise CorruptSnapshotError('its index is cut off')\n"
+    module += "DAMAGED = Format('damaged', folder='tiny:damaged', names='index.mine')\n"
+    install("snapshot.formats", "any = tiny:DAMAGED", module=module)
+    (tmp_path / "f").mkdir()
+    (tmp_path / "f" / "index.mine").touch()
+    with pytest.raises(CorruptSnapshotError, match="its index is cut off"):
+        snapshot.load(tmp_path / "f")
+
+
+def test_format_of_another_package_is_named_by_its_entry_point(install, tmp_path, caplog):
+    install("snapshot.formats", "entry = tiny:LOST", module=WRONG)
+    with pytest.raises(SnapshotNotFoundError):
+        Snapshot(tmp_path / "none").get_manifest()
+    assert "the format lost of tiny 1.2 cannot import no_module_x:describe" in caplog.text
 
 
 def test_options_of_a_format_that_has_others_are_refused(tmp_path):
