@@ -55,15 +55,36 @@ CLAIMS = {
 }
 """What formats of this library's plugins declare -> the package, beside which no other may declare it."""
 NAMES = {
+    "CancelledError": "snapshot.errors",
+    "ConvertReport": "snapshot.reports",
+    "CopyReport": "snapshot.reports",
+    "Diff": "snapshot.reports",
+    "MissingExtraError": "snapshot.errors",
     "Near": "snapshot_tiers",
+    "OtherWriterError": "snapshot.errors",
     "PendingPublish": "snapshot_publish",
+    "Progress": "snapshot.progress",
     "Published": "snapshot_publish",
     "Publisher": "snapshot_publish",
+    "Reshardable": "snapshot.state.stateful",
+    "RestoreReport": "snapshot.reports",
+    "RunDeletedError": "snapshot.errors",
+    "RunForkedError": "snapshot.errors",
+    "SavedObject": "snapshot.saved",
+    "SignatureError": "snapshot.errors",
+    "SnapshotBusyError": "snapshot.errors",
     "Subscriber": "snapshot_publish",
+    "SuspectStateError": "snapshot.errors",
+    "TakeReport": "snapshot.reports",
+    "UnsafeObjectError": "snapshot.errors",
+    "UnsupportedFormatError": "snapshot.errors",
+    "VerifyReport": "snapshot.reports",
+    "ignore_stop_signals": "snapshot.manager.schedule",
     "merge": "snapshot_merge",
     "merge_lora": "snapshot_merge",
+    "release_memory": "snapshot.io.arena",
 }
-"""Names that users import from plugins, which the core had before."""
+"""Public names beside those of `snapshot` -> where they are."""
 ADVICE = {"loader": "snapshot_trainers.torchdata.LoaderState", "zero": "snapshot_deepspeed.adapter"}
 """What error messages of the core recommend."""
 

@@ -18,7 +18,7 @@ class SavedObject(Mapping[str, Any]):
     tensor is read as a `SavedObject` unless a live object provides its class: in a `restore`, or as `obj_out` of
     `read_object`. Its fields are items and attributes. Saving it again stores the original object.
 
-    >>> from snapshot import SavedObject
+    >>> from snapshot.saved import SavedObject
     >>> saved = SavedObject("dataclass", "app.Config", {"lr": 0.1, "layers": 3})
     >>> saved
     <app.Config lr=0.1 layers=3>

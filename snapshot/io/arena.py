@@ -724,7 +724,7 @@ def release_memory() -> int:
 
     Pinned memory is given back to the system, too, in whole segments that no running operation uses.
 
-    >>> from snapshot import release_memory
+    >>> from snapshot.io.arena import release_memory
     >>> release_memory() >= 0
     True
     """

@@ -470,7 +470,7 @@ class Custom:
 
 
 def test_custom_objects_are_pickled_with_a_warning_and_read_only_with_allow_pickle():
-    from snapshot import UnsafeObjectError
+    from snapshot.errors import UnsafeObjectError
 
     state = StateDict(point=Point(1, 2), custom=Custom())
     with pytest.warns(UserWarning, match="state/custom"):

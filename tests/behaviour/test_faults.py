@@ -18,8 +18,8 @@ from snapshot import (
     SnapshotNotFoundError,
     StateDict,
     StorageError,
-    UnsupportedFormatError,
 )
+from snapshot.errors import UnsupportedFormatError
 from snapshot.manifest.document import METADATA
 from snapshot.testing import faulty, recording
 from tests.helpers.states import flip

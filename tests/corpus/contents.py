@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from snapshot import SavedObject, Sharded
+from snapshot import Sharded
+from snapshot.saved import SavedObject
 
 PLAIN = (int, str, bool, type(None))
 

@@ -26,7 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from snapshot import KeepEvery, KeepLatest, ModelState, RNGState, SavedObject, Sharded, StateDict, TensorMap
+from snapshot import KeepEvery, KeepLatest, ModelState, RNGState, Sharded, StateDict, TensorMap
+from snapshot.saved import SavedObject
 from tests.helpers.foreign_states import DTYPES, of_dtype
 from tests.helpers.versions import distribute
 from tests.helpers.wrapper_tensors import Layout, Quantised, Rounding

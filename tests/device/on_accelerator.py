@@ -26,19 +26,10 @@ DEVICE = os.environ.get("SNAPSHOT_TEST_DEVICE", "fakedev")
 FAKE = DEVICE == "fakedev"
 extension = fakedev.load() if FAKE else None
 
-from snapshot import (  # noqa: E402
-    CorruptSnapshotError,
-    ModelState,
-    RestoreError,
-    Snapshot,
-    SnapshotError,
-    StateDict,
-    TensorMap,
-    release_memory,
-)
+from snapshot import CorruptSnapshotError, ModelState, RestoreError, Snapshot, SnapshotError, StateDict, TensorMap  # noqa: E402
 from snapshot.io import arena as pins  # noqa: E402
 from snapshot.io.accelerators import on_stream  # noqa: E402
-from snapshot.io.arena import GRAIN, SPARE, Arena, Pinning, arena  # noqa: E402
+from snapshot.io.arena import GRAIN, SPARE, Arena, Pinning, arena, release_memory  # noqa: E402
 from snapshot.loading import device_fills  # noqa: E402
 from snapshot.loading.reader import Reader  # noqa: E402
 from snapshot.save import background_take, digests, staging  # noqa: E402

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from snapshot import RNGState, Snapshot, StateDict, release_memory
+from snapshot import RNGState, Snapshot, StateDict
+from snapshot.io.arena import release_memory
 from snapshot_publish import Publisher, Subscriber
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from snapshot import RestoreError, Snapshot, SnapshotError, StateDict, SuspectStateError
+from snapshot import RestoreError, Snapshot, SnapshotError, StateDict
+from snapshot.errors import SuspectStateError
 from tests.distributed.written_bytes import written
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from snapshot import RestoreError, Snapshot, SnapshotManager, StateDict, UnsafeObjectError
+from snapshot import RestoreError, Snapshot, SnapshotManager, StateDict
+from snapshot.errors import UnsafeObjectError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 

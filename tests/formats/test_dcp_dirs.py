@@ -20,15 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from snapshot import (
-    CorruptSnapshotError,
-    ModelState,
-    Snapshot,
-    StateDict,
-    Target,
-    UnsafeObjectError,
-    UnsupportedFormatError,
-)
+from snapshot import CorruptSnapshotError, ModelState, Snapshot, StateDict, Target
+from snapshot.errors import UnsafeObjectError, UnsupportedFormatError
 from snapshot.testing import recording
 from snapshot.transform.to_dcp import archive_object
 from tests.helpers.foreign_states import DTYPES, of_dtype
@@ -238,7 +231,8 @@ def test_dcp_compressed_items_are_read(tmp_path):
 WITHOUT = """
 import sys
 sys.modules["zstandard"] = None
-from snapshot import MissingExtraError, Snapshot
+from snapshot import Snapshot
+from snapshot.errors import MissingExtraError
 try:
     Snapshot(sys.argv[1]).read_object("0/m/w")
 except MissingExtraError as error:

@@ -10,8 +10,9 @@ from safetensors.torch import save_file
 
 import snapshot
 import snapshot_merge
-from snapshot import CorruptSnapshotError, RestoreError, Snapshot, SnapshotNotFoundError, Target, UnsafeObjectError
-from snapshot import UnsupportedFormatError as Unsupported
+from snapshot import CorruptSnapshotError, RestoreError, Snapshot, SnapshotNotFoundError, Target
+from snapshot.errors import UnsafeObjectError
+from snapshot.errors import UnsupportedFormatError as Unsupported
 from snapshot.formats.hugging_face import describe_folder
 from snapshot.formats.registry import SearchedFolder
 from snapshot.io.loop import run as run_soon

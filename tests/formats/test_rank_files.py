@@ -21,8 +21,9 @@ from torch.distributed.fsdp import StateDictType, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from snapshot import CorruptSnapshotError, ModelState, Snapshot, SnapshotError, StateDict, UnsupportedFormatError
+from snapshot import CorruptSnapshotError, ModelState, Snapshot, SnapshotError, StateDict
 from snapshot import load as load_weights
+from snapshot.errors import UnsupportedFormatError
 from snapshot.tensors.geometry import Copy, Split, find_held_shards
 from tests.formats.remote_copies import on_s3
 from tests.helpers.stand_in_pickles import Call, Name, New, dtensor, layout_mesh, placement, save, tensor_mesh

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from snapshot import Snapshot, StateDict, Target, UnsafeObjectError, UnsupportedFormatError
+from snapshot import Snapshot, StateDict, Target
+from snapshot.errors import UnsafeObjectError, UnsupportedFormatError
 from tests.helpers.foreign_states import repacked
 from tests.helpers.states import bits, expect_equal
 

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from snapshot import CorruptSnapshotError, RestoreError, Snapshot, StateDict, UnsupportedFormatError
+from snapshot import CorruptSnapshotError, RestoreError, Snapshot, StateDict
+from snapshot.errors import UnsupportedFormatError
 from snapshot.tensors.memory import SAFETENSORS
 from tests.helpers.foreign_states import DTYPES, of_dtype
 from tests.helpers.states import expect_equal

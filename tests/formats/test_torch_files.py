@@ -8,15 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from snapshot import (
-    CorruptSnapshotError,
-    ModelState,
-    RestoreError,
-    Snapshot,
-    StateDict,
-    UnsafeObjectError,
-    UnsupportedFormatError,
-)
+from snapshot import CorruptSnapshotError, ModelState, RestoreError, Snapshot, StateDict
+from snapshot.errors import UnsafeObjectError, UnsupportedFormatError
 from snapshot.testing import recording
 from tests.helpers.foreign_states import repacked, state, with_numpy
 from tests.helpers.states import bits, expect_equal

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from snapshot import CorruptSnapshotError, RNGState, Snapshot, StateDict, UnsafeObjectError
+from snapshot import CorruptSnapshotError, RNGState, Snapshot, StateDict
+from snapshot.errors import UnsafeObjectError
 from tests.formats.torchsnapshot_states import everything
 from tests.helpers.states import bits, expect_equal
 

@@ -12,14 +12,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from snapshot import (
-    CorruptSnapshotError,
-    Snapshot,
-    SnapshotError,
-    SnapshotNotFoundError,
-    StateDict,
-    UnsupportedFormatError,
-)
+from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, SnapshotNotFoundError, StateDict
+from snapshot.errors import UnsupportedFormatError
 from snapshot.formats.foreign import UnknownFormatError
 from tests.formats.hugging_face_folders import write
 from tests.helpers.versions import ALONE

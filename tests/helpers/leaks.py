@@ -22,7 +22,8 @@ def nothing_leaks():
 @contextlib.contextmanager
 def no_leak():
     """No file descriptor stays open, nor a thread that was not there (the library's own are kept)."""
-    from snapshot import Snapshot, StateDict, release_memory
+    from snapshot import Snapshot, StateDict
+    from snapshot.io.arena import release_memory
 
     Snapshot.take("memory://warm", {"s": StateDict(x=1)}, overwrite=True)
     release_memory()  # what is kept depends on the tests before; memory in use stays

@@ -9,8 +9,9 @@ import warnings
 import pytest
 import torch
 
-from snapshot import RNGState, Snapshot, StateDict, UnsafeObjectError
+from snapshot import RNGState, Snapshot, StateDict
 from snapshot.cli import main
+from snapshot.errors import UnsafeObjectError
 
 RUNS = {
     "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "os.spawn", "pty.spawn", "pickle.find_class",

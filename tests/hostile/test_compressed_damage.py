@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, StateDict, UnsupportedFormatError
+from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, StateDict
+from snapshot.errors import UnsupportedFormatError
 from snapshot.manifest.document import METADATA, decode_document
 from snapshot.storages import memory
 from snapshot.tensors.digest import digest_range

@@ -16,7 +16,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, StateDict, UnsafeObjectError, UnsupportedFormatError
+from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, StateDict
+from snapshot.errors import UnsafeObjectError, UnsupportedFormatError
 from snapshot.tensors.geometry import Split
 from tests.helpers.stand_in_pickles import dtensor, placement, save, tensor_mesh
 from tests.helpers.states import equal

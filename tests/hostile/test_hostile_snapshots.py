@@ -17,14 +17,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from snapshot import (
-    CorruptSnapshotError,
-    Snapshot,
-    SnapshotError,
-    StateDict,
-    UnsafeObjectError,
-    UnsupportedFormatError,
-)
+from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, StateDict
+from snapshot.errors import UnsafeObjectError, UnsupportedFormatError
 from snapshot.formats.pickled_objects import load_object
 from snapshot.manifest.document import METADATA, decode_document
 from snapshot.testing import recording

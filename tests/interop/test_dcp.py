@@ -21,18 +21,18 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from snapshot import (
     CorruptSnapshotError,
     RestoreError,
-    SavedObject,
     Snapshot,
     SnapshotError,
     SnapshotExistsError,
     SnapshotNotFoundError,
     StateDict,
     StorageError,
-    UnsafeObjectError,
 )
+from snapshot.errors import UnsafeObjectError
 from snapshot.interop.dcp import SnapshotReader, SnapshotWriter, names
 from snapshot.interop.dcp.reader import HIDES_ERRORS
 from snapshot.manifest import document as d
+from snapshot.saved import SavedObject
 from snapshot.testing import faulty, recording
 from tests.interop.dcp_states import emptied, load, model, quiet, save, told, trained
 

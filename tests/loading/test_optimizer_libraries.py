@@ -8,7 +8,8 @@ import warnings
 import pytest
 import torch
 
-from snapshot import RestoreError, Snapshot, StateDict, UnsafeObjectError
+from snapshot import RestoreError, Snapshot, StateDict
+from snapshot.errors import UnsafeObjectError
 from tests.helpers.states import expect_equal
 
 pytestmark = pytest.mark.libraries

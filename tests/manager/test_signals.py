@@ -183,7 +183,8 @@ def test_manager_close_finishes_the_last_snapshot_if_a_signal_arrives(tmp_path):
 WORKERS = """
 import os, subprocess, sys
 from torch.utils.data import DataLoader
-from snapshot import SnapshotManager, StateDict, ignore_stop_signals
+from snapshot import SnapshotManager, StateDict
+from snapshot.manager.schedule import ignore_stop_signals
 os.setpgrp()
 with SnapshotManager(sys.argv[1]) as manager:
     # Python 3.14 would start a fork server, which ends on the signal
@@ -209,7 +210,7 @@ def test_ignore_stop_signals_keeps_data_loader_workers_alive(tmp_path, warm):
 
 ENDED = """
 import multiprocessing, sys, time
-from snapshot import ignore_stop_signals
+from snapshot.manager.schedule import ignore_stop_signals
 
 def work(ready):
     ignore_stop_signals()

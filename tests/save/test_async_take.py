@@ -12,18 +12,10 @@ from collections import deque
 import pytest
 import torch
 
-from snapshot import (
-    CancelledError,
-    Snapshot,
-    SnapshotBusyError,
-    SnapshotError,
-    SnapshotExistsError,
-    StateDict,
-    StorageError,
-    release_memory,
-)
+from snapshot import Snapshot, SnapshotError, SnapshotExistsError, StateDict, StorageError
+from snapshot.errors import CancelledError, SnapshotBusyError
 from snapshot.events import add_handler, remove_handler
-from snapshot.io.arena import arena
+from snapshot.io.arena import arena, release_memory
 from snapshot.io.budget import HeldSlot
 from snapshot.save.background_take import PartPrefetcher
 from snapshot.save.take_slots import take_slots

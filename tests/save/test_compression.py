@@ -12,15 +12,8 @@ import pytest
 import safetensors
 import torch
 
-from snapshot import (
-    CorruptSnapshotError,
-    MissingExtraError,
-    Snapshot,
-    SnapshotExistsError,
-    StateDict,
-    StorageError,
-    Target,
-)
+from snapshot import CorruptSnapshotError, Snapshot, SnapshotExistsError, StateDict, StorageError, Target
+from snapshot.errors import MissingExtraError
 from snapshot.io.arena import arena
 from snapshot.io.url import URL
 from snapshot.manifest.document import FORMAT, PACKED_FORMAT
@@ -340,7 +333,8 @@ def test_compression_without_zstandard_raises_missing_extra_error(tmp_path):
         import sys
         sys.modules["zstandard"] = None
         import torch
-        from snapshot import MissingExtraError, Snapshot, StateDict, Target
+        from snapshot import Snapshot, StateDict, Target
+        from snapshot.errors import MissingExtraError
         app = {{"s": StateDict(x=torch.ones(3))}}
         Snapshot.take({str(tmp_path / "raw")!r}, app)
         for call in (

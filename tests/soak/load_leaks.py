@@ -8,8 +8,7 @@ import time
 
 import torch.distributed as dist
 
-from snapshot import release_memory
-from snapshot.io.arena import arena
+from snapshot.io.arena import arena, release_memory
 from snapshot.save import step_barrier
 from snapshot.save.take_slots import take_slots
 from snapshot.save.transaction import pending_saves

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from snapshot import Snapshot, SnapshotError, StateDict, release_memory
+from snapshot import Snapshot, SnapshotError, StateDict
+from snapshot.io.arena import release_memory
 from snapshot.manifest.document import METADATA
 from snapshot.tensors.digest import digest_range
 from tests.soak.load_leaks import resident

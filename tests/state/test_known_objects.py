@@ -16,18 +16,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshot import (
-    CorruptSnapshotError,
-    SavedObject,
-    Snapshot,
-    SnapshotManager,
-    StateDict,
-    TakeOptions,
-    UnsafeObjectError,
-)
-from snapshot.errors import SnapshotError
+from snapshot import CorruptSnapshotError, Snapshot, SnapshotManager, StateDict, TakeOptions
+from snapshot.errors import SnapshotError, UnsafeObjectError
 from snapshot.manifest import document
 from snapshot.manifest.compounds import decode_object, encode_object
+from snapshot.saved import SavedObject
 
 pytestmark = pytest.mark.filterwarnings("error")
 

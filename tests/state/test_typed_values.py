@@ -19,10 +19,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from snapshot import RestoreError, SavedObject, Snapshot, StateDict, Target, UnsafeObjectError, UnsupportedFormatError
+from snapshot import RestoreError, Snapshot, StateDict, Target
 from snapshot.cli import main
+from snapshot.errors import UnsafeObjectError, UnsupportedFormatError
 from snapshot.manifest import compounds
 from snapshot.manifest.values import make_enum_entry, make_scalar_entry
+from snapshot.saved import SavedObject
 from snapshot.state import flatten
 from tests.helpers.states import equal
 

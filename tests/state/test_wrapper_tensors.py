@@ -5,7 +5,8 @@ import warnings
 import pytest
 import torch
 
-from snapshot import RestoreError, SavedObject, Snapshot, StateDict, Target
+from snapshot import RestoreError, Snapshot, StateDict, Target
+from snapshot.saved import SavedObject
 from tests.helpers.wrapper_tensors import Layout, Quantised, Rounding, nested, quantised
 
 URL = "memory://wrapped"

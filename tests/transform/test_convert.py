@@ -27,10 +27,9 @@ from snapshot import (
     SnapshotExistsError,
     StateDict,
     Target,
-    UnsafeObjectError,
-    UnsupportedFormatError,
 )
 from snapshot.cli import main
+from snapshot.errors import UnsafeObjectError, UnsupportedFormatError
 from snapshot.testing import Tap, faulty, tapped
 from tests.helpers.foreign_states import state, with_numpy
 from tests.helpers.states import expect_equal

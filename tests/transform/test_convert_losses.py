@@ -12,7 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import metadata as m
 
-from snapshot import CorruptSnapshotError, Snapshot, StateDict, Target, UnsupportedFormatError
+from snapshot import CorruptSnapshotError, Snapshot, StateDict, Target
+from snapshot.errors import UnsupportedFormatError
 from tests.helpers.states import expect_equal
 from tests.helpers.versions import ALONE
 

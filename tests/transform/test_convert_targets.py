@@ -14,17 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from snapshot import (
-    ModelState,
-    RestoreError,
-    Snapshot,
-    SnapshotExistsError,
-    StateDict,
-    Target,
-    UnsafeObjectError,
-    UnsupportedFormatError,
-    load,
-)
+from snapshot import ModelState, RestoreError, Snapshot, SnapshotExistsError, StateDict, Target, load
+from snapshot.errors import UnsafeObjectError, UnsupportedFormatError
 from snapshot.storages.memory import MemoryStorage
 from snapshot.testing import faulty, recording
 from snapshot_merge import merge

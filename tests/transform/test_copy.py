@@ -19,8 +19,8 @@ from snapshot import (
     SnapshotNotFoundError,
     StateDict,
     Target,
-    UnsupportedFormatError,
 )
+from snapshot.errors import UnsupportedFormatError
 from snapshot.events import add_handler, remove_handler
 from snapshot.io.arena import arena
 from snapshot.manifest import document

@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from snapshot import CorruptSnapshotError, ModelState, Snapshot, SnapshotError, UnsupportedFormatError
+from snapshot import CorruptSnapshotError, ModelState, Snapshot, SnapshotError
 from snapshot import load as load_weights
+from snapshot.errors import UnsupportedFormatError
 from snapshot.formats.flat_ranges import join_runs
 from snapshot.manifest.entries import ShardedTensorEntry, TensorEntry
 from snapshot_deepspeed.groups import Group, cut_parameter

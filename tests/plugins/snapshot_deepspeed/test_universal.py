@@ -13,8 +13,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from snapshot import ModelState, Snapshot, SnapshotExistsError, StateDict, Target, UnsupportedFormatError
+from snapshot import ModelState, Snapshot, SnapshotExistsError, StateDict, Target
 from snapshot.cli import main
+from snapshot.errors import UnsupportedFormatError
 from snapshot.storages.memory import MemoryStorage
 from snapshot.testing import faulty
 from snapshot_deepspeed.universal_target import _is_optimizer

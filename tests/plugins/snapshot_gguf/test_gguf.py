@@ -14,16 +14,9 @@ from torch import nn
 
 import snapshot
 import snapshot_merge
-from snapshot import (
-    CorruptSnapshotError,
-    RestoreError,
-    Snapshot,
-    SnapshotError,
-    Target,
-    TensorMap,
-    UnsupportedFormatError,
-)
+from snapshot import CorruptSnapshotError, RestoreError, Snapshot, SnapshotError, Target, TensorMap
 from snapshot.cli import main
+from snapshot.errors import UnsupportedFormatError
 from snapshot_gguf import GGUFOptions
 from snapshot_gguf.reader import BLOCK_BYTES, choose_kind, dequantise, parse_header, quantise
 from tests.helpers.states import expect_equal

@@ -20,9 +20,9 @@ from snapshot import (
     Snapshot,
     SnapshotManager,
     StateDict,
-    SuspectStateError,
     TakeOptions,
 )
+from snapshot.errors import SuspectStateError
 from snapshot.events import add_handler, remove_handler
 from snapshot.save import findings
 from snapshot.state.model_state import find_local_tensor

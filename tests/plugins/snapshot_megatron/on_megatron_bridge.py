@@ -68,7 +68,8 @@ with warnings.catch_warnings():
     from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
 
-from snapshot import SavedObject, Snapshot, SnapshotError, SnapshotExistsError, TakeOptions
+from snapshot import Snapshot, SnapshotError, SnapshotExistsError, TakeOptions
+from snapshot.saved import SavedObject
 from snapshot_megatron import bridge as megatron_bridge
 from snapshot_megatron.adapter import MegatronState
 from snapshot_megatron.bridge import SnapshotCheckpointManager

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from snapshot import CorruptSnapshotError, ModelState, Snapshot, SnapshotError, TensorMap, UnsupportedFormatError
+from snapshot import CorruptSnapshotError, ModelState, Snapshot, SnapshotError, TensorMap
 from snapshot import load as load_weights
+from snapshot.errors import UnsupportedFormatError
 from tests.formats.remote_copies import on_s3
 from tests.plugins.snapshot_megatron.megatron_legacy_folders import (
     HIDDEN,

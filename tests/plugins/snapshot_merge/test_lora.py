@@ -24,9 +24,9 @@ from snapshot import (
     SnapshotNotFoundError,
     StateDict,
     Target,
-    UnsupportedFormatError,
 )
 from snapshot.cli import main
+from snapshot.errors import UnsupportedFormatError
 from snapshot_merge import PEFTOptions, merge, merge_lora
 from snapshot_merge.peft import match_pattern, parse_config
 from tests.helpers.states import expect_equal

@@ -16,6 +16,7 @@ from torch import nn
 
 import snapshot
 from snapshot import CorruptSnapshotError, RestoreError, RNGState, Snapshot, SnapshotExistsError, StateDict, Target
+from snapshot.errors import UnsupportedFormatError
 from snapshot.events import add_handler, remove_handler
 from snapshot.testing import faulty
 from snapshot_merge import merge
@@ -83,7 +84,7 @@ def test_merge_average_equals_torch(tmp_path, dtype, to):
     forms = ["snapshot", "torch", "dcp"] if dtype.is_complex else ["snapshot", "several", "torch"]
     sources = [write(state, tmp_path / f"{i}", form) for i, (state, form) in enumerate(zip(states, forms, strict=True))]
     if dtype.is_complex and to == "safetensors":
-        with pytest.raises(snapshot.UnsupportedFormatError):
+        with pytest.raises(UnsupportedFormatError):
             merge(sources, Target(tmp_path / TARGETS[to], to))
         return
     report = merge(sources, Target(tmp_path / TARGETS[to], to))

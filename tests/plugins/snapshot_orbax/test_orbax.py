@@ -22,18 +22,9 @@ from torch import nn
 
 import snapshot
 import snapshot_merge
-from snapshot import (
-    CorruptSnapshotError,
-    Snapshot,
-    SnapshotError,
-    SnapshotNotFoundError,
-    StateDict,
-    Target,
-    TensorMap,
-    UnsafeObjectError,
-    UnsupportedFormatError,
-)
+from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, SnapshotNotFoundError, StateDict, Target, TensorMap
 from snapshot.cli import main
+from snapshot.errors import UnsafeObjectError, UnsupportedFormatError
 from snapshot.io.loop import run
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import URL, Context

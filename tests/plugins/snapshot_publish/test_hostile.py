@@ -10,7 +10,8 @@ import torch
 import zstandard
 from safetensors.torch import load_file
 
-from snapshot import CorruptSnapshotError, StorageError, UnsupportedFormatError
+from snapshot import CorruptSnapshotError, StorageError
+from snapshot.errors import UnsupportedFormatError
 from snapshot_publish import Publisher, Subscriber
 from snapshot_publish.build import DeltaDecoder
 from snapshot_publish.store import decode_index

@@ -12,8 +12,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from snapshot import (
     CorruptSnapshotError,
-    MissingExtraError,
-    SignatureError,
     Snapshot,
     SnapshotManager,
     SnapshotNotFoundError,
@@ -21,6 +19,7 @@ from snapshot import (
     StorageError,
     TakeOptions,
 )
+from snapshot.errors import MissingExtraError, SignatureError
 from snapshot.formats import torchsnapshot
 from snapshot.loading import open as opening
 from snapshot.manager import root as manager_root

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from snapshot import CorruptSnapshotError, SignatureError, Snapshot, SnapshotManager, StateDict, TakeOptions
+from snapshot import CorruptSnapshotError, Snapshot, SnapshotManager, StateDict, TakeOptions
+from snapshot.errors import SignatureError
 from snapshot.save.base_files import Comparer
 from snapshot.testing import Log, tapped
 from snapshot_tiers import Near

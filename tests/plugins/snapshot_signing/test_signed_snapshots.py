@@ -11,7 +11,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from snapshot import (
     CorruptSnapshotError,
-    SignatureError,
     Snapshot,
     SnapshotManager,
     SnapshotNotFoundError,
@@ -21,6 +20,7 @@ from snapshot import (
     Target,
     load,
 )
+from snapshot.errors import SignatureError
 from snapshot.io.aio import in_thread
 from snapshot.manifest.document import decode_document, encode
 from snapshot.testing import Log, faulty, tapped
@@ -157,7 +157,7 @@ def test_sign_without_cryptography_raises_missing_extra_error(tmp_path, monkeypa
     import sys
 
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric", None)
-    from snapshot import MissingExtraError
+    from snapshot.errors import MissingExtraError
 
     with pytest.raises(MissingExtraError, match="install the extra 'sign'"):
         Snapshot.take(tmp_path / "s", small(), sign=secret)

@@ -19,14 +19,8 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from snapshot import (
-    CorruptSnapshotError,
-    ModelState,
-    Snapshot,
-    SnapshotError,
-    UnsafeObjectError,
-    UnsupportedFormatError,
-)
+from snapshot import CorruptSnapshotError, ModelState, Snapshot, SnapshotError
+from snapshot.errors import UnsafeObjectError, UnsupportedFormatError
 from snapshot.tensors.geometry import Copy, Split
 from tests.formats.remote_copies import on_s3
 from tests.plugins.snapshot_torch_checkpointing.torch_checkpointing_metadata import write_metadata

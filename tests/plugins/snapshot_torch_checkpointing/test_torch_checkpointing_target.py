@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from snapshot import ModelState, Snapshot, SnapshotExistsError, StateDict, Target, UnsupportedFormatError
+from snapshot import ModelState, Snapshot, SnapshotExistsError, StateDict, Target
 from snapshot.cli import main
+from snapshot.errors import UnsupportedFormatError
 from tests.helpers.states import expect_equal
 
 TO = "torch_checkpointing"

@@ -19,7 +19,8 @@ with warnings.catch_warnings():
     from nemo_automodel.components.checkpoint.config import CheckpointingConfig
     from transformers import LlamaConfig, LlamaForCausalLM
 
-from snapshot import MissingExtraError, Snapshot, SnapshotError
+from snapshot import Snapshot, SnapshotError
+from snapshot.errors import MissingExtraError
 from snapshot_trainers.automodel import use_snapshots
 from tests.helpers.forked_ranks import fork_ranks
 

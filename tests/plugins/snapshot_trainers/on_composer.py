@@ -22,8 +22,9 @@ with warnings.catch_warnings():
     from composer.utils import dist as composer_dist
     from torch.utils.data import DataLoader, TensorDataset
 
-from snapshot import MissingExtraError, Snapshot, SnapshotError, TakeOptions
+from snapshot import Snapshot, SnapshotError, TakeOptions
 from snapshot.distributed.group import ranks_of
+from snapshot.errors import MissingExtraError
 from snapshot_trainers import composer as adapter
 from snapshot_trainers.composer import SnapshotSaver
 from tests.helpers.forked_ranks import fork_ranks

@@ -23,19 +23,8 @@ with warnings.catch_warnings():
     from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 import snapshot_trainers.lightning as interop
-from snapshot import (
-    CancelledError,
-    KeepBest,
-    KeepLatest,
-    MissingExtraError,
-    RNGState,
-    Snapshot,
-    SnapshotError,
-    SnapshotManager,
-    StateDict,
-    TakeOptions,
-    UnsafeObjectError,
-)
+from snapshot import KeepBest, KeepLatest, RNGState, Snapshot, SnapshotError, SnapshotManager, StateDict, TakeOptions
+from snapshot.errors import CancelledError, MissingExtraError, UnsafeObjectError
 from snapshot_trainers.lightning import SnapshotCallback, SnapshotCheckpointIO
 from tests.helpers.forked_ranks import die_at, fork_ranks, kill_fork, kill_ranks
 from tests.helpers.states import expect_equal

@@ -19,7 +19,8 @@ from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from snapshot import MissingExtraError, Snapshot, SnapshotError, StateDict, TakeOptions
+from snapshot import Snapshot, SnapshotError, StateDict, TakeOptions
+from snapshot.errors import MissingExtraError
 from snapshot_trainers import ray as adapter
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from snapshot import CancelledError, Snapshot, SnapshotError, SnapshotExistsError, StateDict, StorageError
+from snapshot import Snapshot, SnapshotError, SnapshotExistsError, StateDict, StorageError
+from snapshot.errors import CancelledError
 from snapshot.events import add_handler, remove_handler
 from snapshot.io.arena import arena
 from snapshot.testing import stalling
