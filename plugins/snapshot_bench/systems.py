@@ -42,7 +42,7 @@ from snapshot_bench.workloads import CPU, Payload
 # Takes that are based on the takes before them, as an incremental run makes them.
 
 
-class Take(Protocol):
+class MeasuredTake(Protocol):
     """Function that takes a snapshot, with bases."""
 
     def __call__(self, where: str, *, base: str | Sequence[str]) -> None: ...
@@ -51,7 +51,7 @@ class Take(Protocol):
 class Chain:
     """A row of takes. Each is based on the one before it, or on the two before it."""
 
-    def __init__(self, take: Take, bases: int) -> None:
+    def __init__(self, take: MeasuredTake, bases: int) -> None:
         self._take = take
         self._bases = bases
         self._places: list[str] = []

@@ -37,7 +37,7 @@ from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import TENSORS, ShardedTensorEntry, TensorEntry
 from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.tensors.digest import digest_range
-from snapshot_deepspeed.groups import AT_ONCE, WEIGHTS, Group, Part, Tensors, plain_value, read_inner
+from snapshot_deepspeed.groups import AT_ONCE, WEIGHTS, FlatGroup, FlatPart, Tensors, plain_value, read_inner
 from snapshot_deepspeed.parts import JoinRules, join_stages
 
 FORMAT = "deepspeed"
@@ -198,7 +198,7 @@ class Checkpoint:
         self._storage = storage
         self._left = limit_nodes(length)
         """Remaining number of parts of tensors."""
-        self._parts = [Part(storage, states, zero, self._spend) for states, zero in parts]
+        self._parts = [FlatPart(storage, states, zero, self._spend) for states, zero in parts]
         self._layers = layers or {}
         self._experts = experts
         self.files = [each for part in self._parts for each in (*part.states, *part.zero)]
@@ -339,7 +339,7 @@ class Checkpoint:
 
     # The optimizer
 
-    async def _add_optimizer(self, groups: Sequence[Group], tensors: Mapping[str, Mapping[str, Any]]) -> None:
+    async def _add_optimizer(self, groups: Sequence[FlatGroup], tensors: Mapping[str, Mapping[str, Any]]) -> None:
         """Add the optimizer's state by the names of parameters. Their own values precede those of the groups."""
         keep = self._manifest
         states: list[str] = []
@@ -361,7 +361,7 @@ class Checkpoint:
         if self._zero:
             self._add_values(self._zero[0], {"optim/param_groups": self._list_groups(groups)})
 
-    def _list_groups(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
+    def _list_groups(self, groups: Sequence[FlatGroup]) -> list[dict[str, Any]]:
         """Return the parameter groups of the optimizer, with the names of their parameters."""
         flat: dict[int, dict[str, None]] = {}
         for held in groups:

@@ -8,16 +8,16 @@ from typing import Any
 
 from snapshot.formats import dcp_notice
 from snapshot.manifest import document
-from snapshot.transform.export import Export, Plan, Request
+from snapshot.transform.export import Export, ExportPlan, ExportRequest
 from snapshot_deepspeed.universal import MODEL, OPTIMIZER
 from snapshot_deepspeed.universal_target import LATEST, plan_universal
 
 
-def plan(export: Export, request: Request) -> Plan:
+def plan(export: Export, request: ExportRequest) -> ExportPlan:
     """Plan a universal checkpoint."""
     if export.choice.dtype is not None:
         raise ValueError("dtype must be None for to='deepspeed-universal': the optimizer's weights are float32")
-    made = Plan("deepspeed-universal", sums={}, others=(document.METADATA, dcp_notice.METADATA, "latest"))
+    made = ExportPlan("deepspeed-universal", sums={}, others=(document.METADATA, dcp_notice.METADATA, "latest"))
     made.left_out += export.lose_classes()
     made.changed += export.changes_in_torch()
     state, stands = export.stand_in_state()

@@ -31,7 +31,7 @@ _EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)([0-9]{1,6
 # Flat groups: which rank has which elements of a parameter.
 
 
-class Slice(NamedTuple):
+class FlatSlice(NamedTuple):
     """Elements of a parameter in one rank's flat tensor."""
 
     rank: int
@@ -42,7 +42,7 @@ class Slice(NamedTuple):
     numel: int
 
 
-class Group(msgspec.Struct):
+class FlatGroup(msgspec.Struct):
     """A flat group: its parameters, and the partitions of all ranks."""
 
     number: int
@@ -58,23 +58,23 @@ class Group(msgspec.Struct):
     count: int = 0
     """Number of parts of each parameter, if each is cut by itself, as ZeRO 3 does."""
 
-    def find_slices(self, key: str) -> dict[str, list[Slice]]:
+    def find_slices(self, key: str) -> dict[str, list[FlatSlice]]:
         """Return the slices of each parameter in the partitions of a state."""
         return (_cut_parameters if self.count else _cut_group)(self, [each.shape[0] for each in self.states[key]])
 
 
-def _cut_group(group: Group, lengths: Sequence[int]) -> dict[str, list[Slice]]:
+def _cut_group(group: FlatGroup, lengths: Sequence[int]) -> dict[str, list[FlatSlice]]:
     """Return the slices if the whole group is cut. Only the last partition may end earlier."""
     ends = list(accumulate(lengths))
     made, place = {}, 0
     for (name, shape), padding in zip(group.shapes.items(), group.paddings, strict=True):
         numel = math.prod(shape)
-        found: list[Slice] = []
+        found: list[FlatSlice] = []
         for rank in range(bisect_right(ends, place), len(ends)):
             base = ends[rank] - lengths[rank]
             low, high = max(place, base), min(place + numel, ends[rank])
             if low < high:  # a rank that has only padding has an empty partition
-                found.append(Slice(rank, low - place, low - base, high - low))
+                found.append(FlatSlice(rank, low - place, low - base, high - low))
             if ends[rank] >= place + numel:
                 break
         made[name] = found
@@ -82,7 +82,7 @@ def _cut_group(group: Group, lengths: Sequence[int]) -> dict[str, list[Slice]]:
     return made
 
 
-def _cut_parameters(group: Group, lengths: Sequence[int]) -> dict[str, list[Slice]]:
+def _cut_parameters(group: FlatGroup, lengths: Sequence[int]) -> dict[str, list[FlatSlice]]:
     """Return the slices if each parameter is cut by itself. The last part of each may be padded."""
     made, at = {}, 0
     for name, shape in group.shapes.items():
@@ -93,14 +93,14 @@ def _cut_parameters(group: Group, lengths: Sequence[int]) -> dict[str, list[Slic
     return made
 
 
-def cut_parameter(numel: int, count: int, at: int = 0) -> tuple[list[Slice], int]:
+def cut_parameter(numel: int, count: int, at: int = 0) -> tuple[list[FlatSlice], int]:
     """Return the slices of a parameter that is cut into equal parts, and the length of a part.
 
     >>> [tuple(each) for each in cut_parameter(5, 2)[0]]
     [(0, 0, 0, 3), (1, 3, 0, 2)]
     """
     step = -(-numel // count)
-    found = (Slice(rank, rank * step, at, min(step, numel - rank * step)) for rank in range(count))
+    found = (FlatSlice(rank, rank * step, at, min(step, numel - rank * step)) for rank in range(count))
     return [each for each in found if each.numel > 0], step
 
 
@@ -108,7 +108,7 @@ Tensors = dict[str, dict[str, Any]]
 """Entries by the names of parameters, and of their states."""
 
 
-class Part:
+class FlatPart:
     """The files of one model-parallel part: those of its model, and those of its optimizer by rank."""
 
     def __init__(
@@ -130,7 +130,7 @@ class Part:
             groups.append({expect_name(name): read_shape(shape) for name, shape in dict.items(expect_dict(given))})
         return groups
 
-    async def read_groups(self) -> list[Group]:
+    async def read_groups(self) -> list[FlatGroup]:
         """Return the flat groups, with the partitions of all ranks."""
         if not self.zero:
             return []
@@ -152,11 +152,11 @@ class Part:
                     scalars[key] = values[0]
             raw = {key: await self.find_raw(flats) for key, flats in states.items()}
             paddings = _read_paddings(held[0], number, len(shapes))
-            group = Group(number, shapes, raw, scalars, paddings, count)
+            group = FlatGroup(number, shapes, raw, scalars, paddings, count)
             groups += _split_experts(group, _read_partitions(held[0], number, len(held)) if stage < 3 else len(held))
         return groups
 
-    def join_groups(self, groups: Sequence[Group]) -> Tensors:
+    def join_groups(self, groups: Sequence[FlatGroup]) -> Tensors:
         """Return the tensors of all parameters in the groups."""
         tensors: Tensors = {}
         for group in groups:
@@ -184,7 +184,7 @@ class Part:
             raise ValueError("the partitions of a group have several dtypes")
         return made
 
-    def _join(self, name: str, shape: Shape, flats: Sequence[TensorEntry], slices: Sequence[Slice]) -> Any:
+    def _join(self, name: str, shape: Shape, flats: Sequence[TensorEntry], slices: Sequence[FlatSlice]) -> Any:
         """Return the entry of a tensor from its slices."""
         held = sum(each.numel for each in slices)
         if held != math.prod(shape):
@@ -220,7 +220,7 @@ class Part:
         return made
 
 
-def _split_experts(group: Group, partitions: int) -> list[Group]:
+def _split_experts(group: FlatGroup, partitions: int) -> list[FlatGroup]:
     """Return a group of experts as one for each rank of expert parallelism, under the numbers of all experts.
 
     Ranks at equal distances share the partitions of the same experts.

@@ -19,7 +19,7 @@ from snapshot.manifest.entries import TensorEntry
 from snapshot.tensors.geometry import Shape
 from snapshot.tensors.memory import contiguous_strides
 from snapshot_deepspeed.checkpoint import Checkpoint, list_models, read_checkpoint
-from snapshot_deepspeed.groups import WEIGHTS, Group, read_inner
+from snapshot_deepspeed.groups import WEIGHTS, FlatGroup, read_inner
 from snapshot_deepspeed.parts import JoinRules
 
 FOLDER = "zero/"
@@ -66,7 +66,7 @@ class UniversalCheckpoint(Checkpoint):
 
     async def read(self) -> None:
         """Read all entries."""
-        groups = [Group(number, shapes, {}, {}, []) for number, shapes in enumerate(self._parts[0].read_shapes())]
+        groups = [FlatGroup(number, shapes, {}, {}, []) for number, shapes in enumerate(self._parts[0].read_shapes())]
         shapes = {name: shape for group in groups for name, shape in group.shapes.items()}
         rules, width = JoinRules(self._storage.url, {}, 1), 1
         module = self._read_module(rules, width)

@@ -33,7 +33,7 @@ from fsspec.registry import get_filesystem_class
 from fsspec.spec import AbstractFileSystem
 
 from snapshot.errors import MissingExtraError, SnapshotError, StorageError, StorageNotFoundError
-from snapshot.io.retry import Attempt, RetryPolicy, TransientError, retry_request
+from snapshot.io.retry import RequestAttempts, RetryPolicy, TransientError, retry_request
 from snapshot.io.storage import Context
 from snapshot.io.url import URL
 
@@ -50,7 +50,7 @@ LAST_WORDS = 5.0
 @dataclass(eq=False, slots=True)
 class _Job:
     work: Callable[[Any], Any]
-    attempt: Attempt | None
+    attempt: RequestAttempts | None
     future: Future[Any] = field(default_factory=Future)
     turn: threading.Lock = field(default_factory=threading.Lock)
     """Lock that a thread takes to run the job, or the caller to withdraw it."""
@@ -90,7 +90,7 @@ class Lane(Generic[S]):
         """True if the lane accepts calls: not after `retire`, in a forked child, or on another loop."""
         return self._closing is None and self._process == os.getpid() and self._loop is asyncio.get_running_loop()
 
-    async def call(self, work: Callable[[S], T], attempt: Attempt | None = None) -> T:
+    async def call(self, work: Callable[[S], T], attempt: RequestAttempts | None = None) -> T:
         """Call the file system in one of the threads. A cancellation during the call retires the lane."""
         if not self.usable:
             raise TransientError("the connection was abandoned", refused=True)
@@ -388,7 +388,11 @@ class FsspecClient:
             await mounted.close()
 
     async def call(
-        self, lane: Lane[ConnectedChain], path: str, work: Callable[[ConnectedChain], T], attempt: Attempt | None = None
+        self,
+        lane: Lane[ConnectedChain],
+        path: str,
+        work: Callable[[ConnectedChain], T],
+        attempt: RequestAttempts | None = None,
     ) -> T:
         """Make one call, and translate its errors. Never pass the caller's memory to `work`."""
         url = self.url.join(path)
@@ -412,7 +416,7 @@ class FsspecClient:
         """Make a call, and retry it after transient faults."""
         mounted = await self.mount()
 
-        async def once(attempt: Attempt) -> T:
+        async def once(attempt: RequestAttempts) -> T:
             return await self.call(mounted.lane(), path, work, attempt)
 
         return await retry_request(name, self.url.join(path), self.retry_policy, once, within)

@@ -18,7 +18,7 @@ from fsspec.spec import AbstractBufferedFile
 
 from snapshot.errors import CorruptSnapshotError, StorageConflictError, StorageError, StorageNotFoundError
 from snapshot.io.bodies import BufferSink, RequestBody
-from snapshot.io.retry import Attempt, TransientError, retry_request
+from snapshot.io.retry import RequestAttempts, TransientError, retry_request
 from snapshot.io.storage import (
     ANYTHING,
     Buffer,
@@ -70,7 +70,7 @@ async def rename_whole(client: FsspecClient, path: str, aside: str, size: int) -
     """Rename a finished file."""
     move, mounted = client.known.move, await client.mount()
 
-    async def once(attempt: Attempt) -> None:
+    async def once(attempt: RequestAttempts) -> None:
         def work(chain: ConnectedChain) -> None:
             if move is None or path == aside:
                 return
@@ -130,7 +130,7 @@ class FsspecReader:
         self._path = path
         self._sink = sink
 
-    async def fill(self, attempt: Attempt) -> None:
+    async def fill(self, attempt: RequestAttempts) -> None:
         """Continue where the previous attempt ended: by ranges if they are supported, else by an open file."""
         self._sink.attempt = attempt
         try:
@@ -275,7 +275,7 @@ class FsspecWriter(FileWriter):
         client = self._client
         mounted = await client.mount()
 
-        async def once(attempt: Attempt) -> None:
+        async def once(attempt: RequestAttempts) -> None:
             lane = mounted.lane()
             handle = await client.call(
                 lane,
@@ -298,7 +298,7 @@ class FsspecWriter(FileWriter):
         )
         last: list[TransientError] = []
 
-        async def once(attempt: Attempt) -> T:
+        async def once(attempt: RequestAttempts) -> T:
             if attempt.number > 1:
                 reason = last[0] if last else f"{self._url}: no response to {name} in {patience.timeout:.3g} seconds"
                 raise StorageError(f"{reason} (a partial write cannot be retried)")
@@ -452,7 +452,7 @@ class FsspecStorage(Storage):
             return
         mounted = await self._client.mount()
 
-        async def once(attempt: Attempt) -> None:
+        async def once(attempt: RequestAttempts) -> None:
             await FsspecReader(self._client, mounted.lane(), path, sink).fill(attempt)
 
         await retry_request("read", sink.url, self._client.retry_policy, once)

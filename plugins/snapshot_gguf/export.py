@@ -8,28 +8,28 @@ from typing import Any
 
 from snapshot.distributed.operation import Operation
 from snapshot.maps.tensor_map import TensorMap
-from snapshot.transform.export import Export, Plan, Request
+from snapshot.transform.export import Export, ExportPlan, ExportRequest
 from snapshot.transform.target import Target
 from snapshot_gguf.reader import NewTensor, choose_kind
-from snapshot_gguf.target import QuantisingSource, Template, lay_out, options_of, read_template
+from snapshot_gguf.target import GGUFTemplate, QuantisingSource, lay_out, options_of, read_template
 
 
-def prepare(operation: Operation, target: Target) -> Template:
+def prepare(operation: Operation, target: Target) -> GGUFTemplate:
     """Return the file whose key-values are copied."""
     return read_template(operation, target)
 
 
-def choose_map(template: Template, manifest: Mapping[str, Any]) -> TensorMap | None:
+def choose_map(template: GGUFTemplate, manifest: Mapping[str, Any]) -> TensorMap | None:
     """Return the map of names that a template gives."""
     return template.find_map(manifest)
 
 
-def plan(export: Export, request: Request) -> Plan:
+def plan(export: Export, request: ExportRequest) -> ExportPlan:
     """Plan one file for llama.cpp, with the key-values of a template."""
     template, quantisation = request.prepared, options_of(request.target).quantisation
-    assert isinstance(template, Template)
+    assert isinstance(template, GGUFTemplate)
     assert request.name is not None
-    made, tensors, quantised = Plan("gguf"), [], set[int]()
+    made, tensors, quantised = ExportPlan("gguf"), [], set[int]()
     for name, _, entry, dtype in export.named_tensors(made):
         shape = tuple(entry.shape)
         kind = choose_kind(dtype, shape, quantisation)

@@ -42,7 +42,7 @@ _NAMED = re.compile(r"(.*\.)?(token_embd|output_norm|blk\.\d+\..+)\.(weight|bias
 
 
 @dataclass(frozen=True)
-class Template:
+class GGUFTemplate:
     """The file whose key-values are copied."""
 
     url: URL
@@ -103,14 +103,14 @@ def options_of(target: Target) -> GGUFOptions:
     return target.format_options
 
 
-def read_template(operation: Operation, target: Target) -> Template:
+def read_template(operation: Operation, target: Target) -> GGUFTemplate:
     """Read the header of the file that a target names, and its small tables."""
     options = options_of(target)
     kv_from = URL.parse(os.fspath(options.kv_from))
     session, name = target.open_file(operation, options.kv_from)
     storage, limit = session.storage, session.settings.manifest_bytes
 
-    async def read() -> Template:
+    async def read() -> GGUFTemplate:
         size = (await storage.stat(name)).size
         header = await gguf.read_header(storage, name, size, limit)
         tables = {}
@@ -119,12 +119,12 @@ def read_template(operation: Operation, target: Target) -> Template:
             if _TABLE.fullmatch(info.name) and info.kind == 0 and nbytes <= _LONGEST_TABLE:
                 tables[info.name] = bytearray(nbytes)
                 await storage.read_into(name, header.data + info.offset, [tables[info.name]])
-        return Template(kv_from, header, {name: bytes(data) for name, data in tables.items()})
+        return GGUFTemplate(kv_from, header, {name: bytes(data) for name, data in tables.items()})
 
     return run(read())
 
 
-def lay_out(template: Template, tensors: Sequence[NewTensor], add_leaf: Callable[..., int]) -> FilePlan:
+def lay_out(template: GGUFTemplate, tensors: Sequence[NewTensor], add_leaf: Callable[..., int]) -> FilePlan:
     """Return the plan of a file. The tensors are the first leaves; padding and the template's tables become more."""
     wrong = [
         f"{each.name}: {each.kind}{list(each.shape)}"

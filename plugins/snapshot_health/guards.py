@@ -35,8 +35,8 @@ from snapshot.tensors.composite import is_freed
 from snapshot.tensors.memory import BY_NAME, NAMES, is_plain, wrap_memory
 from snapshot.text import counted, listed
 from snapshot_health.parameter_roles import (
-    Group,
     Member,
+    OptimizerGroup,
     Roles,
     Stranger,
     count_steps,
@@ -211,7 +211,7 @@ class GuardedTake:
         self._stores_steps = False
         self._samples: dict[str, float] = {}
         self._memory = _memories.get().of(_DIGITS.sub("#", str(url)))
-        self._groups: list[tuple[Group, torch.optim.Optimizer]] = []
+        self._groups: list[tuple[OptimizerGroup, torch.optim.Optimizer]] = []
         self._counters: dict[str, int] = {}
         self._replicas: list[str] = []
         self._entries = Entries({})
@@ -457,7 +457,7 @@ class GuardedTake:
             return Finding("stale", f"{text}, not even an optimizer's number of steps, though optimizers made steps")
         return Finding("unchanged", text)
 
-    def _examine_moments(self, group: Group | None, first: Past, second: Past) -> Finding | None:
+    def _examine_moments(self, group: OptimizerGroup | None, first: Past, second: Past) -> Finding | None:
         """Return a finding if a group's moments did not change over three takes, though its parameters did.
 
         Without a group, look at all tensors with the names of moments, and at all others.
@@ -517,7 +517,7 @@ class GuardedTake:
         return Finding("stale", text)
 
     def _examine_group(
-        self, group: Group, optimizer: torch.optim.Optimizer, first: Past, second: Past
+        self, group: OptimizerGroup, optimizer: torch.optim.Optimizer, first: Past, second: Past
     ) -> Finding | None:
         """Return a finding if a group did not change over three takes, though its optimizer moved."""
         states = first.entries, second.entries, self._entries
@@ -574,7 +574,7 @@ def _leaf_of(path: str, parameter: torch.Tensor) -> Leaf | None:
     return Leaf(path, tensor, name, tuple(tensor.shape), tensor.nbytes, address, is_plain(tensor))
 
 
-def _rate_of(group: Group, optimizer: torch.optim.Optimizer) -> float:
+def _rate_of(group: OptimizerGroup, optimizer: torch.optim.Optimizer) -> float:
     """Return a group's learning rate; 0.0 if it has none that is a number."""
     try:
         return float(optimizer.param_groups[group.place[2]].get("lr", 0.0))
@@ -582,7 +582,9 @@ def _rate_of(group: Group, optimizer: torch.optim.Optimizer) -> float:
         return 0.0
 
 
-def _list_rates(group: Group, optimizer: torch.optim.Optimizer, first: Past, second: Past) -> tuple[float, float]:
+def _list_rates(
+    group: OptimizerGroup, optimizer: torch.optim.Optimizer, first: Past, second: Past
+) -> tuple[float, float]:
     """Return the lowest learning rate of a group in three takes, and that of this one."""
     rate = _rate_of(group, optimizer)
     return min(rate, *(each.rates.get(group.place, 0.0) for each in (first, second))), rate
@@ -621,7 +623,7 @@ def _is_changing(found: Sequence[Any]) -> bool:
     return None not in found and bool(found[0] != found[1] != found[2])
 
 
-def _would_change(group: Group, optimizer: torch.optim.Optimizer, member: Member) -> bool:
+def _would_change(group: OptimizerGroup, optimizer: torch.optim.Optimizer, member: Member) -> bool:
     """Return True if the next step would change most elements by more than two units in the last place."""
     settings = optimizer.param_groups[group.place[2]]
     parameter = settings["params"][member.position]
@@ -641,7 +643,7 @@ MOST_SEEN = 16
 """Parameters of a group whose next steps are computed."""
 
 
-def _would_be_seen(group: Group, optimizer: torch.optim.Optimizer, eps: float) -> bool:
+def _would_be_seen(group: OptimizerGroup, optimizer: torch.optim.Optimizer, eps: float) -> bool:
     """Return True if the next step would change some values in a copy of lower precision, or if that is not known."""
     settings = optimizer.param_groups[group.place[2]]
     for parameter in settings["params"][:MOST_SEEN]:

@@ -38,7 +38,7 @@ class Member(NamedTuple):
     """Its position in the group."""
 
 
-class Group(NamedTuple):
+class OptimizerGroup(NamedTuple):
     """The parameters of one group of an optimizer."""
 
     name: str
@@ -160,7 +160,7 @@ class Roles:
 
     def __init__(self, known: tuple[Any, ...], app_state: Mapping[str, Any], flat: FlatState, leaves: Sequence[Leaf]):
         self.known = known
-        self.groups: list[Group] = []
+        self.groups: list[OptimizerGroup] = []
         self.strangers: list[Stranger] = []
         paths = PathsOfParameters(app_state, flat)
         states: list[str] = []
@@ -240,7 +240,9 @@ class Roles:
                     self.unstored.append((paths.name(parameter) or key, weakref.ref(parameter)))
         return found
 
-    def list_scheduled(self, optimizers: Sequence[tuple[Group, torch.optim.Optimizer]]) -> list[Group]:
+    def list_scheduled(
+        self, optimizers: Sequence[tuple[OptimizerGroup, torch.optim.Optimizer]]
+    ) -> list[OptimizerGroup]:
         """Return the groups whose learning rate a scheduler sets, if none is in the app state."""
         if not self.unscheduled:
             return []
@@ -249,7 +251,7 @@ class Roles:
     @staticmethod
     def _list_groups(
         optimizer: torch.optim.Optimizer, place: tuple[str, int], paths: PathsOfParameters, *, named: bool
-    ) -> list[Group]:
+    ) -> list[OptimizerGroup]:
         """Return the groups. An optimizer's state has numbers, or in a `ModelState` the names of the parameters."""
         below = f"{encode_component(place[0])}/" + ("optim/state/" if named else "state/")
         made, count = [], 0
@@ -262,7 +264,7 @@ class Roles:
                     state = below + (name.split("/", 2)[2] if named else str(count))
                     members.append(Member(path or "", state, position))
                 count += 1
-            made.append(Group(f"{place[0]} group {number}", (*place, number), members))
+            made.append(OptimizerGroup(f"{place[0]} group {number}", (*place, number), members))
         return made
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from snapshot.cli.arguments import add_storage, assignment, options_of
 from snapshot.cli.listing import (
+    EntryTree,
     ListedItem,
     Total,
-    Tree,
     base_url,
     bytes_in_base,
     common_value,
@@ -44,7 +44,7 @@ _FILE = re.compile(r"data/([0-9a-f]+)-([0-9]+)-")
 
 
 @dataclass
-class Span:
+class TimedSpan:
     """One operation of a process. Times are in microseconds."""
 
     name: str
@@ -66,12 +66,12 @@ class Span:
         return _FILE.match(str(self.fields.get("file", "")))
 
 
-def events_in(path: Path) -> list[Span]:
+def events_in(path: Path) -> list[TimedSpan]:
     """Return the spans of a trace file; raise ValueError if it is not one."""
     found = [event for event in _decoded(path) if isinstance(event, dict) and event.get("ph") == "X"]
     try:
         made = [
-            Span(
+            TimedSpan(
                 str(event["name"]),
                 str(event["pid"]),
                 str(event["tid"]),
@@ -88,7 +88,7 @@ def events_in(path: Path) -> list[Span]:
     return made
 
 
-def timeline(spans: Sequence[Span], save_id: str) -> dict[str, Any]:
+def timeline(spans: Sequence[TimedSpan], save_id: str) -> dict[str, Any]:
     """Return the data to draw: the spans of the take `save_id`, or all if the trace does not have that take."""
     takes = _attribute(spans)
     chosen = [span for span in spans if span.take == save_id] if save_id in takes else list(spans)
@@ -98,7 +98,7 @@ def timeline(spans: Sequence[Span], save_id: str) -> dict[str, Any]:
         chosen = sorted(chosen, key=lambda span: span.length, reverse=True)[:MOST_SPANS]
     several = save_id not in takes and len(takes) > 1
 
-    def row(span: Span) -> str:
+    def row(span: TimedSpan) -> str:
         rank = ranks.get(span.process)
         label = f"process {span.process}" if rank is None else f"rank {rank}"
         if rank is not None and len({process for process, each in ranks.items() if each == rank}) > 1:
@@ -121,12 +121,12 @@ def timeline(spans: Sequence[Span], save_id: str) -> dict[str, Any]:
     }
 
 
-def _attribute(spans: Iterable[Span]) -> set[str]:
+def _attribute(spans: Iterable[TimedSpan]) -> set[str]:
     """Set the take of each span, and return the takes.
 
     A write names its file, and so its take. A process stages and digests before it writes, and commits afterwards.
     """
-    by_process: dict[str, list[Span]] = {}
+    by_process: dict[str, list[TimedSpan]] = {}
     for span in spans:
         by_process.setdefault(span.process, []).append(span)
     everywhere = _ends(spans)
@@ -144,7 +144,7 @@ def _attribute(spans: Iterable[Span]) -> set[str]:
     return set(everywhere)
 
 
-def _ends(spans: Iterable[Span]) -> dict[str, float]:
+def _ends(spans: Iterable[TimedSpan]) -> dict[str, float]:
     """Return the end of the last write of each take."""
     ends: dict[str, float] = {}
     for span in spans:
@@ -301,7 +301,7 @@ def _digests(manifest: dict[str, Entry]) -> tuple[int, int]:
 
 def _tree(found: Iterable[ListedItem]) -> dict[str, Any]:
     """Return the sizes by parts of names, with small parts joined, and chains without forks merged into one node."""
-    root = Tree.of((item for item in found if item.nbytes), "/.")
+    root = EntryTree.of((item for item in found if item.nbytes), "/.")
     whole = size_of(root.items)
     made: dict[str, Any] = {}
     rest = [(root, made)]

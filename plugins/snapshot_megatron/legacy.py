@@ -99,7 +99,7 @@ _EXPERT = re.compile(
 """Tensors of one expert. Others below `experts.` have all experts of a rank, and do not say how they join."""
 
 
-class Part(NamedTuple):
+class LegacyPart(NamedTuple):
     """The files of a part."""
 
     place: tuple[int, int, int]
@@ -134,7 +134,7 @@ async def describe_folder(folder: SearchedFolder) -> ForeignDocument | None:
     flats = await gather_limited([f"{folder}{FLAT}" for *_, folder in folders], partial(_open_flat, opened), AT_ONCE)
     try:
         numbers = [[int(each) for each in given if each] for *given, _ in folders]
-        made = Checkpoint(storage, list(zip(numbers, files, flats, strict=True)))
+        made = LegacyCheckpoint(storage, list(zip(numbers, files, flats, strict=True)))
         manifest = await made.read()
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError) as error:
         if isinstance(error, CorruptSnapshotError):
@@ -165,7 +165,7 @@ async def _open_flat(opened: TorchFiles, name: str) -> TorchFile | None:
         return None
 
 
-class Checkpoint:
+class LegacyCheckpoint:
     """The contents of all parts, as entries."""
 
     def __init__(self, storage: Storage, files: Sequence[tuple[Sequence[int], TorchFile, TorchFile | None]]) -> None:
@@ -180,7 +180,7 @@ class Checkpoint:
         self.lacks = ""
         """Reason why the optimizer's state is listed, but not read."""
         self._experts = self._read_size("expert_model_parallel_size")
-        parts = (Part(self._place(numbers), file, flat) for numbers, file, flat in files)
+        parts = (LegacyPart(self._place(numbers), file, flat) for numbers, file, flat in files)
         self._parts = sorted(parts, key=lambda part: part.place)
         self._stages, self._width = (1 + max(part.place[axis] for part in self._parts) for axis in range(2))
         found = [part.place for part in self._parts]
@@ -277,7 +277,7 @@ class Checkpoint:
                 firsts |= {above: firsts.get(above, 0) + count for above, count in counts.items()}
         return joined
 
-    def _describe(self, part: Part, chunk: str) -> dict[str, Any]:
+    def _describe(self, part: LegacyPart, chunk: str) -> dict[str, Any]:
         """Return the entries of a part's model, by their paths."""
         value = expect_dict(expect_dict(part.file.value)[chunk])
         entries = part.file.describe_items({"model": value}, self.inline, routed=chunk == "model")
@@ -367,7 +367,7 @@ class Checkpoint:
         return self._put_optimizer(states, [{**groups[key], "params": list(own)} for key, own in names.items()])
 
     async def _read_part(
-        self, part: Part, chunks: Sequence[str], described: Mapping[tuple[str, str], Mapping[str, Any]]
+        self, part: LegacyPart, chunks: Sequence[str], described: Mapping[tuple[str, str], Mapping[str, Any]]
     ) -> PartState:
         """Return the state of a part, by a chunk and the path in it. Experts have their numbers in the whole model."""
         parameters = [
@@ -488,7 +488,7 @@ class Checkpoint:
         return *form, entry.serializer, msgspec.json.encode(extra), found
 
     async def _add_sums(
-        self, part: Part, chunks: Sequence[str], described: Mapping[tuple[str, str], Mapping[str, Any]]
+        self, part: LegacyPart, chunks: Sequence[str], described: Mapping[tuple[str, str], Mapping[str, Any]]
     ) -> None:
         """Compute the checksums of tensors of unknown names that the archive does not have. Each is read once."""
         left = part.file.size

@@ -7,15 +7,17 @@ from snapshot.formats import dcp_notice, hugging_face
 from snapshot.io.loop import run
 from snapshot.manifest import document
 from snapshot.plan.layout import plan_exact_file
-from snapshot.transform.export import Export, Plan, Request
+from snapshot.transform.export import Export, ExportPlan, ExportRequest
 from snapshot_merge import peft
 from snapshot_merge.options import PEFTOptions
 
 
-def plan(export: Export, request: Request) -> Plan:
+def plan(export: Export, request: ExportRequest) -> ExportPlan:
     """Plan the folder of an adapter, with its configuration."""
     config = _read_config(request)
-    made = Plan("peft", markers=(peft.CONFIG,), others=(document.METADATA, dcp_notice.METADATA, *hugging_face.NAMES))
+    made = ExportPlan(
+        "peft", markers=(peft.CONFIG,), others=(document.METADATA, dcp_notice.METADATA, *hugging_face.NAMES)
+    )
     tensors = list(export.named_tensors(made))
     saved = peft.choose_saved([name for name, *_ in tensors], config, export.source.url)
     made.left_out += [f"{path}: is not of the adapter" for name, path, *_ in tensors if name not in saved]
@@ -26,7 +28,7 @@ def plan(export: Export, request: Request) -> Plan:
     return made
 
 
-def _read_config(request: Request) -> bytes:
+def _read_config(request: ExportRequest) -> bytes:
     """Return the configuration that a target names, or the one beside the source."""
     source, target, name = request.opened, request.target, peft.CONFIG
     storage = source.storage

@@ -42,7 +42,7 @@ from snapshot.transform.target import Selection, Target
 from snapshot_merge import peft
 from snapshot_merge.merging import expect_mergeable, key_of, open_origins, spellings
 from snapshot_merge.mixing import MixedSource, Piece, Run
-from snapshot_merge.peft import LoraConfig, Pair
+from snapshot_merge.peft import AdapterPair, LoraConfig
 
 # The plan: the change of each tensor of the base.
 
@@ -133,7 +133,7 @@ def plan_lora(base: Opened, adapter: Opened, config: LoraConfig) -> dict[str, Ch
 
 
 def _list_ambiguous(
-    pairs: Mapping[str, Pair], factors: Mapping[str, AnyTensor], made: Mapping[str, Change], config: LoraConfig
+    pairs: Mapping[str, AdapterPair], factors: Mapping[str, AnyTensor], made: Mapping[str, Change], config: LoraConfig
 ) -> list[str]:
     """Return what is wrong with square weights: they are turned by a field that PEFT stores for the last module only.
 
@@ -170,7 +170,7 @@ def _make_product(
     b: AnyTensor,
     scale: float,
     *,
-    pair: Pair,
+    pair: AdapterPair,
     turned: bool,
     magnitude: AnyTensor | None,
     start: AnyTensor | None,

@@ -128,7 +128,7 @@ def find_wide_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype | None:
 # Plan of a merge: the tensors of each checkpoint that belong together, and all reasons why they do not fit.
 
 
-class Group(NamedTuple):
+class MixedGroup(NamedTuple):
     """One tensor of the result: its entry in each checkpoint, and the dtype that they are added in."""
 
     name: str
@@ -140,14 +140,14 @@ class Group(NamedTuple):
 class MergePlan:
     """The tensors to mix, and those that must be equal."""
 
-    groups: dict[str, Group] = field(default_factory=dict)
+    groups: dict[str, MixedGroup] = field(default_factory=dict)
     """The tensors to mix, by `key_of` their entry in the first checkpoint."""
     equal: list[list[Pair]] = field(default_factory=list)
     """For each further checkpoint, its tensors that must be equal to those of the first one."""
     tied: list[list[Pair]] = field(default_factory=list)
     """For each further checkpoint, its tensors that must be equal since the first one has one tensor for both."""
 
-    def group(self, entry: Any) -> Group | None:
+    def group(self, entry: Any) -> MixedGroup | None:
         """Return the tensors that are mixed for an entry of the first checkpoint, if any."""
         return self.groups.get(key_of(entry)) if isinstance(entry, e.TENSORS) else None
 
@@ -216,7 +216,7 @@ def _add_group(plan: MergePlan, key: str, match: _Match, misfits: list[str]) -> 
     wide = None if "%[" in match.name else find_wide_dtype(dtypes)
     if wide is not None:
         if math.prod(match.entry.shape):
-            plan.groups[key] = Group(match.name, entries, wide)
+            plan.groups[key] = MixedGroup(match.name, entries, wide)
         return
     if len(set(dtypes)) > 1:
         misfits.append(f"{match.name}: its dtypes cannot be merged: {', '.join(each.dtype for each in entries)}")
@@ -335,7 +335,7 @@ class MergeSource(MixedSource):
     ) -> None:
         """`scratch`: the memory for elements of all checkpoints. See `CheckpointSource` for the others."""
         first = sides[0]
-        self._groups: list[Group | None] = [plan.group(origin) for origin in origins]
+        self._groups: list[MixedGroup | None] = [plan.group(origin) for origin in origins]
         self._mix = mix
         sources = []
         for number, side in enumerate(sides):

@@ -135,7 +135,7 @@ def _accepts(kind: str, character: str) -> bool:
 # The names of tensors.
 
 
-class Pair(NamedTuple):
+class AdapterPair(NamedTuple):
     """The names of the two factors of a module."""
 
     a: str
@@ -150,7 +150,7 @@ class Pair(NamedTuple):
 class AdapterNames(NamedTuple):
     """The tensors of an adapter, by the names in the base model."""
 
-    pairs: dict[str, Pair]
+    pairs: dict[str, AdapterPair]
     """Module -> its factors."""
     replaced: dict[str, str]
     """Parameter -> the tensor that replaces it: of `modules_to_save`, trained biases, and whole embeddings."""
@@ -180,7 +180,7 @@ def sort_names(names: Iterable[str], where: object) -> AdapterNames:
             odd += factors.values()
         else:
             own = magnitudes.pop(module, None), made.replaced.pop(f"{module}.weight", None)
-            made.pairs[module] = Pair(factors["A"], factors["B"], embedding, *own)
+            made.pairs[module] = AdapterPair(factors["A"], factors["B"], embedding, *own)
     odd += magnitudes.values()
     # PEFT loads the weight of the layer below the factors, and no other.
     saved = [pair.saved for pair in made.pairs.values() if pair.saved is not None]

@@ -24,7 +24,7 @@ from azure.storage.blob.aio import BlobServiceClient
 from snapshot.errors import BucketNotFoundError, SnapshotError, StorageConflictError, StorageError
 from snapshot.io.aio import in_thread
 from snapshot.io.bodies import RequestBody, ResponseSink
-from snapshot.io.retry import Attempt, TransientError
+from snapshot.io.retry import RequestAttempts, TransientError
 from snapshot.io.storage import ABSENT, ANYTHING, Context, Expect, FileStat, Limits
 from snapshot.io.url import URL
 from snapshot_objectstore.http import (
@@ -268,7 +268,7 @@ class AzureDriver(Driver):
         for key in keys:
             await self._delete_blob(key, {"x-ms-delete-snapshots": "include"}, {404})
 
-    async def copy(self, source: str, token: str, key: str, attempt: Attempt) -> None:
+    async def copy(self, source: str, token: str, key: str, attempt: RequestAttempts) -> None:
         """Send `Copy Blob`, and wait until it is done."""
         headers = {"x-ms-copy-source": self._url(source), "x-ms-source-if-match": token}
         headers |= {} if attempt.uncertain else {"If-None-Match": "*"}

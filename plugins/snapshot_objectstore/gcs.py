@@ -21,7 +21,7 @@ from gcsfs.core import GCSFileSystem
 
 from snapshot.errors import BucketNotFoundError, SnapshotError, StorageConflictError, StorageError
 from snapshot.io.bodies import RequestBody, ResponseSink
-from snapshot.io.retry import Attempt, TransientError
+from snapshot.io.retry import RequestAttempts, TransientError
 from snapshot.io.storage import ABSENT, ANYTHING, URL, Expect, FileStat, Limits
 from snapshot_objectstore.http import (
     StatusError,
@@ -226,7 +226,7 @@ class GcsDriver(Driver):
             async with self._send("DELETE", self._object(key), good=[404]):
                 pass
 
-    async def copy(self, source: str, token: str, key: str, attempt: Attempt) -> None:
+    async def copy(self, source: str, token: str, key: str, attempt: RequestAttempts) -> None:
         """Repeat `objects.rewrite` until the copy is complete."""
         target = f"{self._object(source)}/rewriteTo{self._object(key).removeprefix('/storage/v1')}"
         params = {"ifSourceGenerationMatch": token} | ({} if attempt.uncertain else {"ifGenerationMatch": "0"})

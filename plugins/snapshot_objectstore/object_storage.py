@@ -26,7 +26,7 @@ from snapshot.errors import (
 )
 from snapshot.io.aio import gather_limited, in_thread
 from snapshot.io.bodies import BufferSink, BytesSink, RequestBody, ResponseSink
-from snapshot.io.retry import Attempt, RetryPolicy, TransientError, retry_request
+from snapshot.io.retry import RequestAttempts, RetryPolicy, TransientError, retry_request
 from snapshot.io.storage import (
     ANYTHING,
     Buffer,
@@ -139,7 +139,7 @@ class Driver(ABC):
         """Delete at most `batch` keys; no error for those that do not exist."""
         raise NotImplementedError
 
-    async def copy(self, source: str, token: str, key: str, attempt: Attempt) -> None:
+    async def copy(self, source: str, token: str, key: str, attempt: RequestAttempts) -> None:
         """Copy version `token` of an object of at most `largest_copy` bytes within the store.
 
         The key has no object yet, except perhaps that of an earlier attempt: see `attempt.uncertain`.
@@ -320,12 +320,16 @@ class ConnectedStorage(Storage, Generic[D]):
         return text
 
     async def send_request(
-        self, name: str, path: str | URL, request: Callable[[D, Attempt], Awaitable[T]], within: float | None = None
+        self,
+        name: str,
+        path: str | URL,
+        request: Callable[[D, RequestAttempts], Awaitable[T]],
+        within: float | None = None,
     ) -> T:
         """Send a request by the driver, and retry it after transient faults. Errors name the path below the root."""
         url = path if isinstance(path, URL) else self.url.join(path)
 
-        async def once(attempt: Attempt) -> T:
+        async def once(attempt: RequestAttempts) -> T:
             driver = await self.driver()
             try:
                 return await request(driver, attempt)
@@ -359,7 +363,7 @@ async def put_object(storage: ConnectedStorage[Any], path: str, body: RequestBod
     """
     key, url = storage.key(path), storage.url.join(path)
 
-    async def once(driver: Driver, attempt: Attempt) -> str:
+    async def once(driver: Driver, attempt: RequestAttempts) -> str:
         body.attempt = attempt
         body.seek(0)
         try:
@@ -403,7 +407,7 @@ PARTS_AT_ONCE = 16
 """Maximum concurrent parts of a copy, whose bytes do not pass through this host."""
 
 
-async def abandon_upload(key: str, upload: str, driver: Driver, _: Attempt) -> None:
+async def abandon_upload(key: str, upload: str, driver: Driver, _: RequestAttempts) -> None:
     """Abort an upload; to be passed to `send_request`."""
     await driver.abandon(key, upload)
 
@@ -413,7 +417,7 @@ async def copy_object(storage: ConnectedStorage[Any], source: str, token: str, p
     key, uncertain = storage.key(path), False
     writer = ObjectWriter(storage, path, key, size)
 
-    async def once(driver: Driver, attempt: Attempt) -> None:
+    async def once(driver: Driver, attempt: RequestAttempts) -> None:
         nonlocal uncertain
         uncertain = attempt.uncertain
         await driver.copy(source, token, key, attempt)
@@ -483,7 +487,7 @@ class ObjectWriter(FileWriter):
             self._parts[number] = self._stored[number]
             return
 
-        async def once(driver: Driver, attempt: Attempt) -> str:
+        async def once(driver: Driver, attempt: RequestAttempts) -> str:
             body.attempt = attempt
             body.seek(0)
             return await driver.part(key, upload, number, offset, body, last=end == self._size)
@@ -546,7 +550,7 @@ class ObjectWriter(FileWriter):
             await self._storage.send_request("finish", self._path, self._complete)
         self._over = True
 
-    async def _complete(self, driver: Driver, attempt: Attempt) -> None:
+    async def _complete(self, driver: Driver, attempt: RequestAttempts) -> None:
         """Complete the upload. If it does not exist after an attempt without a response, check the object."""
         upload = await self._upload_name()
         try:
@@ -591,7 +595,7 @@ class ObjectStorage(ConnectedStorage[D]):
     async def _fill(self, name: str, path: str, sink: ResponseSink) -> None:
         key = self.key(path)
 
-        async def once(driver: D, attempt: Attempt) -> None:
+        async def once(driver: D, attempt: RequestAttempts) -> None:
             sink.attempt = attempt
             if not sink.full:  # else the connection broke after the last byte
                 await driver.read(key, sink)
@@ -712,9 +716,9 @@ class ObjectStorage(ConnectedStorage[D]):
         return sorted({key[len(self._root) :] for key, _ in old})
 
 
-async def _listed(start: str, recursive: bool, following: Any, driver: Driver, _: Attempt) -> Page:
+async def _listed(start: str, recursive: bool, following: Any, driver: Driver, _: RequestAttempts) -> Page:
     return await driver.list(start, recursive, following)
 
 
-async def _connected(driver: D, _: Attempt) -> D:
+async def _connected(driver: D, _: RequestAttempts) -> D:
     return driver

@@ -30,7 +30,7 @@ from obstore.store import S3Store
 from snapshot.errors import BucketNotFoundError, SnapshotError, StorageConflictError, StorageError, StorageNotFoundError
 from snapshot.io.aio import in_thread
 from snapshot.io.bodies import RequestBody, ResponseSink, past_end_error
-from snapshot.io.retry import Attempt, RetryPolicy, TransientError
+from snapshot.io.retry import RequestAttempts, RetryPolicy, TransientError
 from snapshot.io.storage import ABSENT, ANYTHING, Expect, FileStat, FileWriter, Limits
 from snapshot.io.url import URL
 from snapshot_objectstore.http import (
@@ -226,7 +226,7 @@ class S3Driver(Driver):
     def _version(self, source: str, token: str) -> dict[str, Any]:
         return {"CopySource": {"Bucket": self._bucket, "Key": source}, "CopySourceIfMatch": token}
 
-    async def copy(self, source: str, token: str, key: str, attempt: Attempt) -> None:
+    async def copy(self, source: str, token: str, key: str, attempt: RequestAttempts) -> None:
         await self._call("copy_object", Key=key, **self._version(source, token))
 
     async def copy_part(

@@ -35,8 +35,8 @@ from snapshot_publish.store import (
     LONGEST_FILE,
     LONGEST_INDEX,
     WEIGHTS,
-    Details,
-    Index,
+    IndexDetails,
+    VersionIndex,
     check_file_name,
     decode_index,
     encode_index,
@@ -298,7 +298,7 @@ class _Shard:
 class VersionBuilder:
     """Builds one version in a folder aside."""
 
-    def __init__(self, session: Session, chain: Sequence[Index], aside: Path, base: Path | None) -> None:
+    def __init__(self, session: Session, chain: Sequence[VersionIndex], aside: Path, base: Path | None) -> None:
         """`chain`: the versions to apply, in order. Without a local `base`, the first one is complete."""
         self._session, self._storage = session, session.storage
         self._chain, self._aside, self._base = chain, aside, base
@@ -363,7 +363,7 @@ class VersionBuilder:
 
         return dict(await gather_limited(files, fetch))
 
-    async def _find_extra(self, full: Index) -> list[str]:
+    async def _find_extra(self, full: VersionIndex) -> list[str]:
         """Return the small files of a version of another publisher, which its index does not name."""
         folder = version_name(full.version)
         names = [path.removeprefix(f"{folder}/") for path in await self._storage.list(f"{folder}/", recursive=False)]
@@ -390,7 +390,7 @@ class VersionBuilder:
         self._digests = dict(index.details.digests)
         return index.details.files
 
-    async def _read_base(self, folder: Path) -> Index:
+    async def _read_base(self, folder: Path) -> VersionIndex:
         async with Session(URL.parse(os.fspath(folder)), None, durable=False) as local:
             index = decode_index(await local.storage.get(INDEX, limit=LONGEST_INDEX), 0, folder / INDEX)
             await self._describe(local.storage, "", index)
@@ -415,7 +415,7 @@ class VersionBuilder:
 
             await gather_limited(self._tensors, check, self._session.settings.thread_count())
 
-    async def _describe(self, storage: Storage, prefix: str, index: Index) -> None:
+    async def _describe(self, storage: Storage, prefix: str, index: VersionIndex) -> None:
         for file, names, entries, _, size in await _read_headers(storage, prefix, index):
             if entries.keys() != set(names):
                 raise CorruptSnapshotError(f"{storage.url.join(prefix + file)}: its tensors are not those of the index")
@@ -425,7 +425,7 @@ class VersionBuilder:
                 digest = index.details.digests.get(name)
                 self._tensors[name] = _Tensor(file, *entry.byte_range, digest)
 
-    async def _add_deltas(self, index: Index) -> None:
+    async def _add_deltas(self, index: VersionIndex) -> None:
         """Read the headers of a delta's files, and check that its tensors fit."""
         folder = version_name(index.version)
         for file, names, entries, checksums, _ in await _read_headers(self._storage, f"{folder}/", index):
@@ -550,7 +550,7 @@ class VersionBuilder:
 
     def _write_index(self, extra: dict[str, tuple[int, str]]) -> None:
         newest = self._chain[-1]
-        details = Details(newest.details.publisher, newest.details.step, newest.details.time)
+        details = IndexDetails(newest.details.publisher, newest.details.step, newest.details.time)
         details.files = extra
         details.digests = {name: self._digests[name] for name in self._tensors if name in self._digests}
         files = {name: tensor.file for name, tensor in self._tensors.items()}
@@ -560,7 +560,7 @@ class VersionBuilder:
 
 
 async def _read_headers(
-    storage: Storage, prefix: str, index: Index
+    storage: Storage, prefix: str, index: VersionIndex
 ) -> list[tuple[str, list[str], dict[str, TensorEntry], dict[str, str], int]]:
     """Return each file of a version, with its tensors by the index, its header, the header's metadata, and its size."""
     by_file = index.by_file()

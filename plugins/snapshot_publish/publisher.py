@@ -25,7 +25,7 @@ from snapshot.io.session import Session
 from snapshot.io.url import URL
 from snapshot.manager.policies import Policy, checked_policy
 from snapshot.manifest.document import LONGEST_HEADER
-from snapshot.maps.recipe import Target
+from snapshot.maps.recipe import RecipeTarget
 from snapshot.options import Settings, expect_positive, moved_names
 from snapshot.pending import PendingWork
 from snapshot.tensors.digest import digest_bytes, digest_range
@@ -34,10 +34,10 @@ from snapshot.text import size_text
 from snapshot_publish.build import TensorSums, sum_bytes
 from snapshot_publish.shares import (
     HostImage,
-    RankShare,
     RankState,
     SharePlan,
     ShareUpload,
+    WrittenShare,
     expect_equal,
     find_pieces,
     flatten_tensors,
@@ -49,9 +49,9 @@ from snapshot_publish.store import (
     LONGEST_FILE,
     LONGEST_INDEX,
     WEIGHTS,
-    Details,
-    Index,
+    IndexDetails,
     KnownVersion,
+    VersionIndex,
     VersionStore,
     check_file_name,
     decode_index,
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 # The comparison of what the ranks call `publish` with. A version must never mix two steps.
 
 
-class Call(msgspec.Struct, array_like=True):
+class PublishCall(msgspec.Struct, array_like=True):
     """A rank's call."""
 
     calls: int
@@ -95,10 +95,10 @@ class Agreed(msgspec.Struct, array_like=True):
     """True if a rank with fewer calls was late, rather than absent from a call."""
 
 
-def compare_calls(ranks: Sequence[Call], known: Sequence[str]) -> Agreed:
+def compare_calls(ranks: Sequence[PublishCall], known: Sequence[str]) -> Agreed:
     """Compare the calls of all ranks. `known` are the descriptions of the call before.
 
-    >>> one, two = Call(1, 10, "a", 50, ""), Call(2, 20, "a", 50, "")
+    >>> one, two = PublishCall(1, 10, "a", 50, ""), PublishCall(2, 20, "a", 50, "")
     >>> compare_calls([one, two], []).wrong
     'step: 10 on rank 0, 20 on rank 1; calls: 1 on rank 0, 2 on rank 1'
     """
@@ -171,7 +171,7 @@ class PendingPublish(PendingWork[Published]):
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class BaseVersion:
     """The last published version, as this rank needs it for a delta."""
 
     version: int
@@ -220,7 +220,7 @@ class ExtraFiles:
         return found
 
 
-class Ready(msgspec.Struct, array_like=True):
+class ReadyToEncode(msgspec.Struct, array_like=True):
     """A rank's state before it encodes."""
 
     base: int
@@ -238,7 +238,7 @@ class Decision(msgspec.Struct, array_like=True):
     attempt: str
 
 
-class Committed(msgspec.Struct, array_like=True):
+class PublishedIndex(msgspec.Struct, array_like=True):
     """The leader's answer after the commit: the digest of the index."""
 
     index: str
@@ -252,7 +252,7 @@ class Publication(NamedTuple):
     image: HostImage
     names: Collection[str]
     """The tensors of all ranks."""
-    base: Base | None
+    base: BaseVersion | None
     """The version that this rank can encode a delta of."""
     keeps: bool
     """True if the image may stay in memory, as the base of the next version."""
@@ -265,11 +265,11 @@ async def load_base(
     url: URL,
     options: Mapping[str, Any],
     folder: Path,
-    targets: Mapping[str, Target],
+    targets: Mapping[str, RecipeTarget],
     *,
     names: Collection[str],
     files: Mapping[str, bytes],
-) -> Base | None:
+) -> BaseVersion | None:
     """Return a pulled version as a base for these targets; None if it does not fit. The reason is logged.
 
     `names`: the tensors of all ranks. `files`: the small files of the new version. Without any, those of
@@ -300,10 +300,10 @@ async def load_base(
     except SnapshotError as error:
         log.warning("%s: the next version is complete: %s", url, error)
         return None
-    return Base(marker.version, index.digest, image, sums, deltas, image.nbytes)
+    return BaseVersion(marker.version, index.digest, image, sums, deltas, image.nbytes)
 
 
-async def _read_tensors(local: Session, index: Index, image: HostImage) -> dict[str, TensorSums]:
+async def _read_tensors(local: Session, index: VersionIndex, image: HostImage) -> dict[str, TensorSums]:
     """Read and verify the tensors of an image."""
     sums: dict[str, TensorSums] = {}
     for file, in_file in index.by_file().items():
@@ -405,7 +405,7 @@ class Publisher:
         self._pg = pg
         self._timeout = timeout
         self._id = secrets.token_hex(6)
-        self._base: Base | None = None
+        self._base: BaseVersion | None = None
         self._spare: HostImage | None = None
         """The image before the last one: its memory is used again."""
         self._planned: tuple[list[str], SharePlan, str] | None = None
@@ -486,8 +486,8 @@ class Publisher:
         """Agree on the call and the tensors of all ranks. Return the plan of the last call if it fits."""
         mark = digest_range(msgspec.msgpack.encode(own))
         known = self._planned[0] if self._planned is not None else []
-        call = Call(self._calls, step, str(self._url), self._full_every, mark)
-        agreed = exchange.agree(call, lambda calls: compare_calls(calls, known), Call, Agreed)
+        call = PublishCall(self._calls, step, str(self._url), self._full_every, mark)
+        agreed = exchange.agree(call, lambda calls: compare_calls(calls, known), PublishCall, Agreed)
         if agreed.wrong:
             if agreed.steps_differ:
                 self._owed = agreed.calls - self._calls
@@ -555,7 +555,7 @@ class Publisher:
                 await upload.write_delta(base.image, base.sums)
             else:
                 await upload.write_full()
-            details = Details(self._id, publication.step, time.time())
+            details = IndexDetails(self._id, publication.step, time.time())
             if exchange.rank == LEADER and not decision.base:
                 details.files = await upload.write_extra(await in_thread(self._files.read))
             await session.storage.settle()
@@ -591,7 +591,7 @@ class Publisher:
             await in_own_thread(exchange.close)
             await session.close()
         if keeps:
-            self._base = Base(found.version, committed.index, image, upload.sums, 0, share.stored)
+            self._base = BaseVersion(found.version, committed.index, image, upload.sums, 0, share.stored)
             if decision.base and base is not None:
                 deltas, stored = base.deltas + 1, base.stored + share.stored
                 self._base = replace(self._base, deltas=deltas, full=base.full, stored=stored)
@@ -603,7 +603,7 @@ class Publisher:
     async def _agree(self, publication: Publication, store: VersionStore) -> Decision:
         """Let the leader choose the number, and decide if the version is a delta."""
 
-        def lead(ranks: list[Ready]) -> Decision:
+        def lead(ranks: list[ReadyToEncode]) -> Decision:
             attempt = secrets.token_hex(6)
             version = run(store.claim(self._id, attempt))
             bases = {ready.base for ready in ranks}
@@ -615,16 +615,21 @@ class Publisher:
             return Decision(version, base, attempt)
 
         base = publication.base
-        ready = Ready(base.version, base.stored - base.full) if base is not None else Ready(0, 0)
-        return await in_own_thread(publication.exchange.agree, ready, lead, Ready, Decision)
+        ready = ReadyToEncode(base.version, base.stored - base.full) if base is not None else ReadyToEncode(0, 0)
+        return await in_own_thread(publication.exchange.agree, ready, lead, ReadyToEncode, Decision)
 
     async def _commit(
-        self, publication: Publication, store: VersionStore, decision: Decision, share: RankShare, details: Details
-    ) -> Committed:
+        self,
+        publication: Publication,
+        store: VersionStore,
+        decision: Decision,
+        share: WrittenShare,
+        details: IndexDetails,
+    ) -> PublishedIndex:
         """Wait for all ranks, and let the leader store the index."""
         exchange, names = publication.exchange, set(publication.names)
 
-        def lead(shares: list[RankShare]) -> Committed:
+        def lead(shares: list[WrittenShare]) -> PublishedIndex:
             files: dict[str, str] = {}
             for each in shares:
                 files.update(each.files)
@@ -638,11 +643,11 @@ class Publisher:
             data = encode_index(decision.version, base, files, details, total_size=total)
             exchange.commit()
             run(shielded(store.commit(decision.version, data, base)))
-            return Committed(digest_range(data))
+            return PublishedIndex(digest_range(data))
 
         exchange.note_done()
         try:
-            return await in_own_thread(exchange.agree, share, lead, RankShare, Committed)
+            return await in_own_thread(exchange.agree, share, lead, WrittenShare, PublishedIndex)
         except OutcomeUnknown as error:
             folder = self._url.join(version_name(decision.version))
             raise CommitUnknown(f"{folder}: unknown whether it is published: {error}") from error

@@ -21,7 +21,7 @@ from snapshot.io.accelerators import current_device_index
 from snapshot.io.aio import gather_limited, in_thread
 from snapshot.io.loop import start_in_thread
 from snapshot.io.session import Session
-from snapshot.maps.recipe import Spec, Target
+from snapshot.maps.recipe import RecipeTarget, Spec
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.plan.layout import FilePlan, group_in_order, plan_exact_file
 from snapshot.plan.names import strip_wrappers
@@ -74,17 +74,17 @@ class Transfer(NamedTuple):
 class SharePlan(NamedTuple):
     """The plan of a publication, equal on all ranks."""
 
-    targets: Mapping[str, Target]
+    targets: Mapping[str, RecipeTarget]
     owners: Mapping[str, int]
     transfers: Sequence[Transfer]
     equal: Sequence[tuple[str, str, SharePlan]] = ()
     """Pairs of sources that must have the same bytes, with the plan that brings both to one rank."""
 
-    def owned(self, rank: int) -> dict[str, Target]:
+    def owned(self, rank: int) -> dict[str, RecipeTarget]:
         return {name: target for name, target in self.targets.items() if self.owners[name] == rank}
 
 
-def target_bytes(target: Target) -> int:
+def target_bytes(target: RecipeTarget) -> int:
     """Return the number of bytes of a target."""
     return math.prod(target.shape) * ITEMSIZE[target.dtype]
 
@@ -178,7 +178,7 @@ def plan_shares(states: Sequence[RankState], names: TensorMap | None) -> SharePl
         targets |= {name: targets[owner] for name, owner in made.ties.items()}
         equal = made.equal
     else:
-        targets = {name: Target.same(name, spec) for name, spec in specs.items()}
+        targets = {name: RecipeTarget.same(name, spec) for name, spec in specs.items()}
     refused = [f"{name}: {each.dtype}" for name, each in targets.items() if each.dtype not in SAFETENSORS]
     if refused:
         raise SnapshotError(f"safetensors does not support these dtypes; cast or exclude them:{listed(refused)}")
@@ -186,13 +186,13 @@ def plan_shares(states: Sequence[RankState], names: TensorMap | None) -> SharePl
         raise SnapshotError("the state to publish must have tensors, none of them named '__metadata__'")
     checks = []
     for first, other in equal:
-        pair = {name: Target.same(name, specs[name]) for name in (first, other)}
+        pair = {name: RecipeTarget.same(name, specs[name]) for name in (first, other)}
         checks.append((first, other, _assign(pair, specs, holders, len(states), together=True)))
     return _assign(targets, specs, holders, len(states))._replace(equal=checks)
 
 
 def _assign(
-    targets: dict[str, Target],
+    targets: dict[str, RecipeTarget],
     specs: Mapping[str, Spec],
     holders: Mapping[str, Mapping[Box, list[int]]],
     world: int,
@@ -233,7 +233,7 @@ def _assign(
 class HostImage:
     """The bytes of a rank's targets. Two images take turns: the last published one is the base of the next."""
 
-    def __init__(self, targets: Mapping[str, Target]) -> None:
+    def __init__(self, targets: Mapping[str, RecipeTarget]) -> None:
         self.targets = dict(targets)
         self._places: dict[str, int] = {}
         position = 0
@@ -246,7 +246,7 @@ class HostImage:
     def nbytes(self) -> int:
         return self._buffer.numel()
 
-    def fits(self, targets: Mapping[str, Target]) -> bool:
+    def fits(self, targets: Mapping[str, RecipeTarget]) -> bool:
         """Return True if the image is for targets of these names, dtypes and shapes."""
         return describe_targets(self.targets) == describe_targets(targets)
 
@@ -268,7 +268,7 @@ class HostImage:
         return Leaf(name, tensor, target.dtype, target.shape, nbytes, tensor.data_ptr() if nbytes else 0, True)
 
 
-def describe_targets(targets: Mapping[str, Target]) -> list[tuple[str, str, tuple[int, ...]]]:
+def describe_targets(targets: Mapping[str, RecipeTarget]) -> list[tuple[str, str, tuple[int, ...]]]:
     """Return the names, dtypes and shapes of targets, in order."""
     return [(name, target.dtype, tuple(target.shape)) for name, target in targets.items()]
 
@@ -405,7 +405,7 @@ DELTA_SHARD = 256 << 20
 """Compressed bytes after which a file of deltas is written."""
 
 
-class RankShare(msgspec.Struct, array_like=True):
+class WrittenShare(msgspec.Struct, array_like=True):
     """A rank's report: the file and the digest of each tensor that it has written."""
 
     files: dict[str, str]
@@ -428,7 +428,7 @@ class ShareUpload:
         self.written: list[str] = []
         self.sums: dict[str, TensorSums] = {}
         """The sums of each owned tensor."""
-        self.share = RankShare({}, {}, image.nbytes, 0)
+        self.share = WrittenShare({}, {}, image.nbytes, 0)
 
     async def write_full(self) -> None:
         leaves = [self._image.leaf(name) for name in self._image.targets]

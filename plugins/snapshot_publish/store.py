@@ -55,7 +55,7 @@ OWN_FILE = re.compile(r"model-[0-9a-f]{12}-[0-9]{5,}-[0-9]{5,}\.safetensors")
 _FOLDER = re.compile(r"weight_v([0-9]{6,12})/?")
 
 
-class Details(msgspec.Struct):
+class IndexDetails(msgspec.Struct):
     """The details that this library adds to an index."""
 
     publisher: str = ""
@@ -71,7 +71,7 @@ class Details(msgspec.Struct):
     """Further files of a full version, such as `config.json`: their sizes and digests."""
 
 
-class Index(NamedTuple):
+class VersionIndex(NamedTuple):
     """A committed version."""
 
     version: int
@@ -79,7 +79,7 @@ class Index(NamedTuple):
     """The version that it is a delta of; None for a full version."""
     files: dict[str, str]
     """The file of each tensor."""
-    details: Details
+    details: IndexDetails
     digest: str
     """Digest of the index itself."""
     metadata: dict[str, Any]
@@ -117,7 +117,7 @@ def version_of(folder: str) -> int | None:
 
 
 def encode_index(
-    version: int, base: int | None, files: Mapping[str, str], details: Details, *, total_size: int = 0
+    version: int, base: int | None, files: Mapping[str, str], details: IndexDetails, *, total_size: int = 0
 ) -> bytes:
     """Return the text of an index."""
     metadata: dict[str, Any] = {"total_size": total_size}
@@ -127,7 +127,7 @@ def encode_index(
     return json.dumps({"metadata": metadata, "weight_map": dict(sorted(files.items()))}, indent=1).encode()
 
 
-def decode_index(data: bytes, version: int, where: object) -> Index:
+def decode_index(data: bytes, version: int, where: object) -> VersionIndex:
     """Check and return an index. Raise `CorruptSnapshotError` if it is damaged or hostile."""
     found: _Document = decode_json(data, _Document, f"{where}: not an index of safetensors files")
     for name in {*found.weight_map.values()}:
@@ -138,11 +138,11 @@ def decode_index(data: bytes, version: int, where: object) -> Index:
     if "base_version" in found.metadata:
         base = _decode_base(found.metadata, version, where)
     text = found.metadata.get(OWN, "{}")
-    details: Details = decode_json(text if isinstance(text, str) else "", Details, f"{where}: invalid {OWN}")
+    details: IndexDetails = decode_json(text if isinstance(text, str) else "", IndexDetails, f"{where}: invalid {OWN}")
     for name in details.files:
         if check_file_name(name, where) == INDEX or name in found.weight_map.values():
             raise CorruptSnapshotError(f"{where}: names the file {name!r} twice")
-    return Index(version, base, found.weight_map, details, digest_range(data), found.metadata)
+    return VersionIndex(version, base, found.weight_map, details, digest_range(data), found.metadata)
 
 
 def _decode_base(metadata: Mapping[str, Any], version: int, where: object) -> int:
@@ -215,7 +215,7 @@ class VersionStore:
             return []
         return sorted(found for each in names if each.endswith("/") and (found := version_of(each)) is not None)
 
-    async def read(self, version: int) -> Index:
+    async def read(self, version: int) -> VersionIndex:
         """Return the index of a version. Raise `StorageNotFoundError` if the version is not committed.
 
         Another publisher's complete version with a single file needs none.
@@ -227,15 +227,15 @@ class VersionStore:
             found = await self.storage.stat(path)
             entries, _ = await read_header(self.storage, path, found.size, LONGEST_HEADER)
             mark = f"{found.size} {found.mtime} {sorted(entries)}".encode(errors="replace")
-            return Index(version, None, dict.fromkeys(entries, SINGLE), Details(), digest_range(mark), {})
+            return VersionIndex(version, None, dict.fromkeys(entries, SINGLE), IndexDetails(), digest_range(mark), {})
 
-    async def read_index(self, version: int) -> Index:
+    async def read_index(self, version: int) -> VersionIndex:
         """Return the index of a version from its file."""
         path = f"{version_name(version)}/{INDEX}"
         data = await self.storage.get(path, limit=LONGEST_INDEX)
         return decode_index(data, version, self.storage.url.join(path))
 
-    async def chain(self, newest: Index, is_here: Callable[[int, str], bool]) -> list[Index]:
+    async def chain(self, newest: VersionIndex, is_here: Callable[[int, str], bool]) -> list[VersionIndex]:
         """Return the versions that lead to `newest`, in order, each the base of the next.
 
         The first one is complete, or its base is already here. `is_here` is called with a number, and with the digest

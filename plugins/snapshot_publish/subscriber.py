@@ -38,7 +38,7 @@ from snapshot.io.url import URL, Location
 from snapshot.manager.policies import Policy, Taken, checked_policy, plan_retention
 from snapshot.text import listed
 from snapshot_publish.build import VersionBuilder
-from snapshot_publish.store import Index, VersionStore, version_name, version_of
+from snapshot_publish.store import VersionIndex, VersionStore, version_name, version_of
 
 # Hooks: a JSON message by HTTP POST after a version was published or pulled.
 
@@ -499,7 +499,7 @@ class _Pull:
         self._faults.append(f"version {number}: {error}")
         emit("fell_back", "pull", str(self._session.url.join(version_name(number))), error=str(error))
 
-    async def _bring(self, index: Index) -> None:
+    async def _bring(self, index: VersionIndex) -> None:
         """Make sure that a version is in the folder."""
         if self._local.has(index.version, index.digest) and await self._is_sound(index.version):
             if self._local.versions()[0].version != index.version:
@@ -524,7 +524,7 @@ class _Pull:
             else:
                 return
 
-    async def _build(self, index: Index, chain: Sequence[Index], base: int | None) -> None:
+    async def _build(self, index: VersionIndex, chain: Sequence[VersionIndex], base: int | None) -> None:
         aside = self._local.begin()
         folder = self._local.folder(base) if base is not None else None
         builder = VersionBuilder(self._session, chain, aside, folder)
@@ -578,12 +578,12 @@ class Failure(NamedTuple):
     pause: float
 
     @staticmethod
-    def after(before: Failure | None, index: Index, reason: str) -> Failure:
+    def after(before: Failure | None, index: VersionIndex, reason: str) -> Failure:
         again = before is not None and before.digest == index.digest
         pause = min(before.pause * 2, LONGEST_PAUSE) if again and before is not None else FIRST_PAUSE
         return Failure(index.digest, reason, time.monotonic() + pause, pause)
 
-    def holds(self, index: Index) -> bool:
+    def holds(self, index: VersionIndex) -> bool:
         """Return True if the version is unchanged and the pause is not over."""
         return self.digest == index.digest and time.monotonic() < self.until
 

@@ -14,7 +14,7 @@ from snapshot.io.loop import run as on_loop
 from snapshot.io.session import Session
 from snapshot.io.url import URL
 from snapshot.runs.facts import read_facts
-from snapshot.runs.timeline import Attempt, Facts, Line
+from snapshot.runs.timeline import Attempt, Facts, RunLine
 from snapshot_tiers.facts import choose_attempt, find_left
 from snapshot_tiers.uploader_process import find_runs
 
@@ -63,7 +63,7 @@ def run(given: argparse.Namespace) -> ExitStatus:
 
 
 def _rows(facts: Facts, lost: Collection[str]) -> Iterator[dict[str, Any]]:
-    line, forked = Line(facts), facts.conflicts()
+    line, forked = RunLine(facts), facts.conflicts()
     for each in (*facts.published, *facts.pending):
         cut = line.cuts.get(each.name)
         if cut is not None:

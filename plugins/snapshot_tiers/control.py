@@ -223,7 +223,7 @@ class Status(msgspec.Struct):
     """The number of jobs with a trainer on this host."""
 
 
-class Request(msgspec.Struct, omit_defaults=True):
+class ControlRequest(msgspec.Struct, omit_defaults=True):
     """A request: `register`, `status`, `ping`, `want`, `drop`, `close` or `stop`."""
 
     verb: str
@@ -311,7 +311,7 @@ class ControlClient:
             raise UploaderError(f"{folder}: its uploader cannot be reached: {error}") from error
         self._lines = self._socket.makefile("rb")
 
-    def ask(self, request: Request, seconds: float = PATIENCE) -> Status:
+    def ask(self, request: ControlRequest, seconds: float = PATIENCE) -> Status:
         """Send a request, and return the uploader's state. Raise UploaderHungError after some seconds."""
         with self._lock:
             try:
@@ -338,7 +338,7 @@ class ControlClient:
 class ControlServer:
     """Answers requests on the control socket. `handle` returns the state after a request."""
 
-    def __init__(self, listening: socket.socket, handle: Callable[[Request], Status]) -> None:
+    def __init__(self, listening: socket.socket, handle: Callable[[ControlRequest], Status]) -> None:
         self._listening = listening
         self._handle = handle
         self._lock = threading.Lock()
@@ -365,7 +365,7 @@ class ControlServer:
         try:
             with connection, connection.makefile("rb") as lines:
                 for line in lines:
-                    request: Request = decode_json(line, Request, "not a request")
+                    request: ControlRequest = decode_json(line, ControlRequest, "not a request")
                     if request.verb == "register" and request.registration is not None and not job:
                         job = request.registration.secret
                         self._count(job, 1)
@@ -416,7 +416,7 @@ class UploaderLink:
         self._end = math.inf
         """The time after which no request waits any more."""
 
-    def ask(self, request: Request, seconds: float = ANSWERS) -> Status:
+    def ask(self, request: ControlRequest, seconds: float = ANSWERS) -> Status:
         """Send a request, and return the uploader's state. If the uploader died, start it again.
 
         Raise UploaderError after some seconds.
@@ -434,7 +434,7 @@ class UploaderLink:
     def _limited(self, seconds: float) -> float:
         return max(0.01, min(seconds, self._end - time.monotonic()))
 
-    def _ask(self, request: Request, seconds: float, end: float) -> Status:
+    def _ask(self, request: ControlRequest, seconds: float, end: float) -> Status:
         def left() -> float:
             return max(0.01, end - time.monotonic())
 
@@ -445,7 +445,7 @@ class UploaderLink:
                 try:
                     if self._client is None:
                         self._client = self._connect(left())
-                        self._client.ask(Request("register", self._registration()), left())
+                        self._client.ask(ControlRequest("register", self._registration()), left())
                     return self._client.ask(request, left())
                 except (UploaderError, OSError) as error:
                     self._drop()
@@ -473,7 +473,7 @@ class UploaderLink:
 
         def register() -> None:
             try:
-                self._ask(Request("register", self._registration()), STARTS, time.monotonic() + STARTS)
+                self._ask(ControlRequest("register", self._registration()), STARTS, time.monotonic() + STARTS)
             except SnapshotError as error:
                 log.warning("%s", error)
 
@@ -496,7 +496,7 @@ class UploaderLink:
         while not self._closed.wait(PERIOD):
             try:
                 with closing(ControlClient(self._folder, PING)) as client:
-                    client.ask(Request("ping"), PING)
+                    client.ask(ControlRequest("ping"), PING)
                 silent = 0
             except UploaderHungError:
                 found = pid_in(self._folder) or -1
@@ -533,7 +533,7 @@ class UploaderLink:
         """Close the connection. Without the report, the uploader would stay for long, as after a crash."""
         if self._client is not None:
             with suppress(UploaderError):
-                self._client.ask(Request("close"), seconds)
+                self._client.ask(ControlRequest("close"), seconds)
         self._drop()
 
 

@@ -25,8 +25,8 @@ from snapshot.manifest.document import METADATA, NotOurs, decode_head
 from snapshot.runs.facts import _FACT, FOLDER, LONGEST, RECORD, STEP, _list_numbers, path_of, read_facts
 from snapshot.runs.timeline import (
     Attempt,
-    Copy,
     Facts,
+    FactsCopy,
     Parent,
     attempt_of,
     decode_attempt,
@@ -59,7 +59,7 @@ async def limited(work: Coroutine[Any, Any, T], seconds: float | None) -> T:
 # The far root
 
 
-async def mend_facts(storage: Storage, copies: Sequence[Copy]) -> Facts:
+async def mend_facts(storage: Storage, copies: Sequence[FactsCopy]) -> Facts:
     """Return the published facts. Replace a damaged file by the copy of a host, or raise CorruptSnapshotError."""
     try:
         return await read_facts(storage)
@@ -136,7 +136,7 @@ async def _expect_record(storage: Storage, path: str) -> None:
         raise RunDeletedError(f"{storage.url}: the run was deleted there") from error
 
 
-async def find_left(storage: Storage, root: Facts, copies: Sequence[Copy]) -> list[Copy]:
+async def find_left(storage: Storage, root: Facts, copies: Sequence[FactsCopy]) -> list[FactsCopy]:
     """Return the copies of hosts. Mark those of runs that have steps in a root that lost its facts."""
     if root.published or not any(each.facts.published for each in copies):
         return list(copies)
@@ -190,7 +190,7 @@ async def sync_facts(storage: Storage, copy: Facts, names: Collection[str]) -> t
         RolledBackError: It has only a part of that.
     """
     root = await read_facts(storage)
-    root.expect_no_rollback([Copy("", copy)], storage.url)
+    root.expect_no_rollback([FactsCopy("", copy)], storage.url)
     if root.lacks(copy):
         raise RunDeletedError(f"{storage.url}: the run was deleted there, so nothing is uploaded to it")
     try:
@@ -199,7 +199,7 @@ async def sync_facts(storage: Storage, copy: Facts, names: Collection[str]) -> t
         return (await read_facts(storage)).with_pending(copy.pending), error
 
 
-async def choose_attempt(storage: Storage, copies: Sequence[Copy], name: str, host: str, far: str) -> Facts:
+async def choose_attempt(storage: Storage, copies: Sequence[FactsCopy], name: str, host: str, far: str) -> Facts:
     """Publish the choice of a person: the line of the run continues one attempt, and leaves all pending other ones.
 
     If the root was rolled back, it has all that the hosts have seen published afterwards.
@@ -302,18 +302,18 @@ def _used_in(folder: str) -> int:
         return 0
 
 
-def read_copies(near: str) -> list[Copy]:
+def read_copies(near: str) -> list[FactsCopy]:
     """Return the facts of all runs in a near root."""
     found = [copy_in(entry.path) for entry in os.scandir(near) if entry.is_dir(follow_symlinks=False)]
     return [each for each in found if any(at.run == each.run for at in (*each.facts.published, *each.facts.pending))]
 
 
-def copy_in(folder: str) -> Copy:
+def copy_in(folder: str) -> FactsCopy:
     """Return the facts in the folder of a run. Those that are damaged there are read from the steps."""
     facts, name = read_copy(folder), os.path.basename(folder)
     steps = NearFolder(folder).steps_of(name).values()
     took = {each.name: each for step in steps if (each := attempt_of(step.head.metadata)) is not None}
-    return Copy(
+    return FactsCopy(
         name,
         facts.with_pending(each for each in took.values() if facts.find(each.name) is None),
         frozenset(step.origin.attempt for step in steps),

@@ -46,7 +46,7 @@ from snapshot.manifest.document import (
     format_of,
 )
 from snapshot.runs.facts import PINNED, is_buried
-from snapshot.runs.timeline import Facts, Line, Standing, origin_of
+from snapshot.runs.timeline import Facts, RunLine, Standing, origin_of
 from snapshot.save import transaction
 from snapshot.save.compression import PackedResult, Packing
 from snapshot.save.transaction import claim_path
@@ -346,7 +346,7 @@ class FarUpload:
         """Raise if the step was removed from the far root, or is not on the line of the run."""
         self.facts, fork = await sync_facts(self._root, facts, self._names)
         step = self._step.step
-        standing = Line(self.facts).standing(step, self._step.save_id, self._step.origin)
+        standing = RunLine(self.facts).standing(step, self._step.save_id, self._step.origin)
         if standing == Standing.OFF:
             raise Outdated(f"step-{step}: is off the line of the run: a later attempt began with an older step")
         if standing != Standing.ON:
@@ -372,7 +372,7 @@ class FarUpload:
         if head is not None and head.save_id == self._step.save_id:
             return True
         mine = self._step.save_id, self._step.origin
-        if head is not None and not Line(self.facts).is_newer(
+        if head is not None and not RunLine(self.facts).is_newer(
             self._step.step, mine, (head.save_id, origin_of(head.metadata))
         ):
             raise Outdated(f"step-{self._step.step}: {storage.url} has a newer snapshot of it")

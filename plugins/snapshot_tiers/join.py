@@ -20,7 +20,17 @@ from snapshot.io.storage import ANYTHING, Storage
 from snapshot.io.url import URL
 from snapshot.manifest.document import METADATA, decode_head
 from snapshot.runs.facts import TRIES, read_facts
-from snapshot.runs.timeline import Attempt, Copy, Facts, Line, Parent, RolledBackError, Settled, new_name, settle_run
+from snapshot.runs.timeline import (
+    Attempt,
+    Facts,
+    FactsCopy,
+    Parent,
+    RolledBackError,
+    RunLine,
+    Settled,
+    new_name,
+    settle_run,
+)
 from snapshot_tiers.control import Host, Registration, Upload, UploaderError, hosts_of, job_address
 from snapshot_tiers.facts import (
     find_left,
@@ -61,7 +71,7 @@ class Arrived(msgspec.Struct, array_like=True):
 
     key: str
     name: str
-    copies: list[Copy]
+    copies: list[FactsCopy]
     """The facts of the runs in this host's near folder that upload to the same far root."""
     fault: str
     """Why the near folder cannot be used, or ''."""
@@ -78,14 +88,14 @@ class Joined(msgspec.Struct, array_like=True):
     far_fault: str
 
 
-class Begun(msgspec.Struct, array_like=True):
+class JoinedAttempt(msgspec.Struct, array_like=True):
     """The leader's answer about the attempt that begins."""
 
     facts: Facts
     attempt: Attempt
 
 
-class Ready(msgspec.Struct, array_like=True):
+class ServedHost(msgspec.Struct, array_like=True):
     """A rank's second message: the address of its host's uploader."""
 
     address: str
@@ -114,12 +124,12 @@ class Membership:
     """Why the far root could not be read, or ''."""
 
     @property
-    def line(self) -> Line:
+    def line(self) -> RunLine:
         """The line of the run that this job continues: the published one, unless its attempt is not published."""
         attempt = self.attempt
         if attempt is None:
-            return Line(self.facts, self.facts.last)
-        return Line(self.facts, None if self.facts.has(attempt.name) else attempt)
+            return RunLine(self.facts, self.facts.last)
+        return RunLine(self.facts, None if self.facts.has(attempt.name) else attempt)
 
     def registration(self, options: TierOptions) -> Registration:
         """Return what the uploader must know."""
@@ -168,12 +178,12 @@ def join(exchange: Exchange, options: TierOptions, patience: float, *, needs_far
         fault=mine.fault,
         far_fault=joined.far_fault,
     )
-    ready = _start(options.near, member) if member.leads and not mine.fault else Ready("", mine.fault)
+    ready = _start(options.near, member) if member.leads and not mine.fault else ServedHost("", mine.fault)
 
-    def gather(all_: list[Ready]) -> list[Ready]:
+    def gather(all_: list[ServedHost]) -> list[ServedHost]:
         return [all_[host.ranks[0]] for host in joined.hosts]
 
-    found = exchange.agree(ready, gather, Ready, list[Ready])
+    found = exchange.agree(ready, gather, ServedHost, list[ServedHost])
     for host, each in zip(member.hosts, found, strict=True):
         host.address = each.address
     faults = [f"{host.name}: {each.fault}" for host, each in zip(member.hosts, found, strict=True) if each.fault]
@@ -208,7 +218,7 @@ def _lead(arrived: Sequence[Arrived], options: TierOptions, patience: float, *, 
     return Joined(found.run or new_name(), found.facts, found.birth, named, secrets.token_hex(16), fault)
 
 
-async def _settle(storage: Storage, hosts: Sequence[Sequence[Copy]], far: str) -> Settled:
+async def _settle(storage: Storage, hosts: Sequence[Sequence[FactsCopy]], far: str) -> Settled:
     """Find the run in a root that can be read. Publish what the hosts' jobs could not, and the birth of a new run.
 
     If the root cannot be written, nothing is published yet.
@@ -243,7 +253,7 @@ def begin_attempt(
     patience: float,
     *,
     far: bool = True,
-) -> Begun | None:
+) -> JoinedAttempt | None:
     """Begin an attempt of this job, which has no takes yet, and publish it. Called on the leader.
 
     Return None if another attempt was published meanwhile: read the facts again, and choose the parent again. If the
@@ -251,17 +261,19 @@ def begin_attempt(
     """
     facts = member.facts
     attempt = facts.next_attempt(member.run, parent_of(facts), host=socket.gethostname(), far=str(options.far))
-    pending = Begun(facts.with_pending([attempt]), attempt)
+    pending = JoinedAttempt(facts.with_pending([attempt]), attempt)
     if not far:
         return pending
     with Session(options.far, options.options) as session:
         try:
             root = run(limited(read_facts(session.storage), patience))
-            root.expect_no_rollback([Copy(member.run, facts)], options.far)
+            root.expect_no_rollback([FactsCopy(member.run, facts)], options.far)
             if root.lacks(facts):
                 raise RunDeletedError(f"{options.far}: the run was deleted there; begin a new one in a new process")
             united = root.with_pending(pending.facts.pending)
-            return Begun(run(limited(publish_pending(session.storage, united, [attempt.name]), patience)), attempt)
+            return JoinedAttempt(
+                run(limited(publish_pending(session.storage, united, [attempt.name]), patience)), attempt
+            )
         except RolledBackError:
             raise
         except RunForkedError:
@@ -275,7 +287,7 @@ def begin_attempt(
             return pending
 
 
-def _start(near: str, member: Membership) -> Ready:
+def _start(near: str, member: Membership) -> ServedHost:
     """Start or adopt the uploader of this host."""
     try:
         os.makedirs(member.folder, mode=0o700, exist_ok=True)
@@ -284,9 +296,9 @@ def _start(near: str, member: Membership) -> Ready:
         mark_used(near, member.run)
         client, address = ensure_uploader(member.folder, job_address() if len(member.hosts) > 1 else None)
         client.close()
-        return Ready(address, "")
+        return ServedHost(address, "")
     except (OSError, UploaderError) as error:
-        return Ready("", f"{member.folder}: {error}")
+        return ServedHost("", f"{member.folder}: {error}")
 
 
 Keepers = tuple[str, list[int]]

@@ -11,8 +11,8 @@ from snapshot.errors import SnapshotNotFoundError
 from snapshot.io.url import URL
 from snapshot.manager.steps import RunOptions, Steps
 from snapshot.manifest.document import ManifestHead
-from snapshot.runs.timeline import Line, Standing, origin_of
-from snapshot_tiers.control import ANSWERS, MEANINGS, ControlClient, Request, StepStatus, UploaderError, far_text
+from snapshot.runs.timeline import RunLine, Standing, origin_of
+from snapshot_tiers.control import ANSWERS, MEANINGS, ControlClient, ControlRequest, StepStatus, UploaderError, far_text
 from snapshot_tiers.near import Near
 from snapshot_tiers.near_steps import NearFolder, NearStep
 from snapshot_tiers.uploader_process import find_runs
@@ -44,7 +44,7 @@ class NearRuns:
         return TieredSteps(near if isinstance(near, Near) else Near(near), given)
 
     def list_steps(
-        self, near: str, far: URL, heads: Mapping[int, object], line: Line
+        self, near: str, far: URL, heads: Mapping[int, object], line: RunLine
     ) -> tuple[list[dict[str, Any]], dict[str, str]]:
         """Return a row for each step that is near or far, and what the states in the rows mean."""
         rows = [row for folder in runs_in(near, far) for row in tier_rows(folder, heads, line)]
@@ -68,7 +68,7 @@ def runs_in(near: str, far: URL) -> list[NearFolder]:
     return [NearFolder(folder) for folder in runs]
 
 
-def tier_rows(folder: NearFolder, heads: Mapping[int, object], line: Line) -> Iterator[dict[str, Any]]:
+def tier_rows(folder: NearFolder, heads: Mapping[int, object], line: RunLine) -> Iterator[dict[str, Any]]:
     """Yield where each step of a run is, ascending. `heads` are the manifests in the far root, or their errors."""
     states = _states(folder.path)
     steps = folder.steps()
@@ -88,7 +88,7 @@ def _states(folder: str) -> dict[int, StepStatus]:
     """Return what the uploader of a folder says, if it runs."""
     try:
         with closing(ControlClient(folder, ANSWERS)) as client:
-            return client.ask(Request("status"), ANSWERS).steps
+            return client.ask(ControlRequest("status"), ANSWERS).steps
     except UploaderError:
         return {}
 

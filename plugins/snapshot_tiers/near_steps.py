@@ -31,7 +31,7 @@ from snapshot.manifest.parts import ManifestPart
 from snapshot.plan.layout import FilePlan
 from snapshot.progress import unmetered
 from snapshot.runs.facts import PINNED, STEP
-from snapshot.runs.timeline import NO_ORIGIN, Line, Origin, Standing, origin_of
+from snapshot.runs.timeline import NO_ORIGIN, Origin, RunLine, Standing, origin_of
 from snapshot.save.compression import Packing
 from snapshot.save.findings import suspicions
 from snapshot.save.transaction import belongs_to, save_id_of
@@ -271,7 +271,7 @@ class CensusStep:
 
 
 def take_census(
-    views: Sequence[HostView], line: Line, sizes_of: Callable[[CensusStep], dict[str, int]], *, good: bool = True
+    views: Sequence[HostView], line: RunLine, sizes_of: Callable[[CensusStep], dict[str, int]], *, good: bool = True
 ) -> list[CensusStep]:
     """Return the snapshots on the line of a run, with the holders of their files.
 
@@ -281,7 +281,7 @@ def take_census(
     >>> a = HostView("a", [StepView(1, "s", ("r", 1, "t", 1, False), {"x": 1})])
     >>> b = HostView("b", [StepView(1, "", ("", 0, "", 0, False), {"x": 1, "y": 2})])
     >>> from snapshot.runs.timeline import Attempt, Facts
-    >>> line = Line(Facts(1, (Attempt("t", "r", 1),)))
+    >>> line = RunLine(Facts(1, (Attempt("t", "r", 1),)))
     >>> [found] = take_census([a, b], line, lambda step: {"x": 1, "y": 2})
     >>> found.step, found.missing, found.replicas
     (1, [], 0)

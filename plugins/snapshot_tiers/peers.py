@@ -171,7 +171,7 @@ MOST_KEEPERS, MOST_HOLDERS = 16, 8
 """Hosts that are named for a manifest, and for another file."""
 
 
-class Place(msgspec.Struct, array_like=True):
+class PeerPlace(msgspec.Struct, array_like=True):
     """The places of a step's files, as the leader tells all ranks."""
 
     save_id: str
@@ -183,7 +183,7 @@ class Place(msgspec.Struct, array_like=True):
     """True if the far storage can be read."""
 
 
-def place_of(step: CensusStep, *, far: bool) -> Place:
+def place_of(step: CensusStep, *, far: bool) -> PeerPlace:
     """Return the place of a step.
 
     >>> from snapshot.runs.timeline import NO_ORIGIN
@@ -191,7 +191,7 @@ def place_of(step: CensusStep, *, far: bool) -> Place:
     [[], [0, 1]]
     """
     holders = [step.holders.get(name, [])[:MOST_HOLDERS] for name in sorted(step.sizes)]
-    return Place(step.save_id, sorted(step.keepers)[:MOST_KEEPERS], holders, far)
+    return PeerPlace(step.save_id, sorted(step.keepers)[:MOST_KEEPERS], holders, far)
 
 
 class StepSources:
@@ -200,7 +200,7 @@ class StepSources:
     def __init__(
         self,
         step: int,
-        place: Place,
+        place: PeerPlace,
         folder: str,
         hosts: Sequence[Host],
         index: int,
@@ -226,7 +226,7 @@ class StepSources:
         self._holders = {METADATA: place.keepers}
         self._read_sizes(folder, place)
 
-    def _read_sizes(self, folder: str, place: Place) -> None:
+    def _read_sizes(self, folder: str, place: PeerPlace) -> None:
         """Read the names and sizes of all files from the nearest manifest that is not damaged."""
         own = open_storage(URL("near", folder), None, Context())
         for each in self.places(METADATA):

@@ -24,13 +24,13 @@ from snapshot.io.session import Session
 from snapshot.io.url import URL
 from snapshot.manifest.document import METADATA, decode_head
 from snapshot.runs.facts import read_facts
-from snapshot.runs.timeline import Copy, Facts, Line, Origin, Parent, Standing, forked_error, note_of
+from snapshot.runs.timeline import Facts, FactsCopy, Origin, Parent, RunLine, Standing, forked_error, note_of
 from snapshot.save.transaction import committed_save_id
 from snapshot_tiers.control import (
     ANSWERS,
     STARTS,
     ControlClient,
-    Request,
+    ControlRequest,
     Status,
     StepStatus,
     UploaderError,
@@ -41,9 +41,17 @@ from snapshot_tiers.control import (
     job_address,
 )
 from snapshot_tiers.facts import limited, publish_if_writable, read_copy, store_copy
-from snapshot_tiers.join import Begun, Keepers, Membership, TierOptions, begin_attempt, fetch_manifests, read_manifest
+from snapshot_tiers.join import (
+    JoinedAttempt,
+    Keepers,
+    Membership,
+    TierOptions,
+    begin_attempt,
+    fetch_manifests,
+    read_manifest,
+)
 from snapshot_tiers.near_steps import CensusStep, HostView, NearFolder, NearStep, take_census, view_of
-from snapshot_tiers.peers import Place, StepSources, heal_step
+from snapshot_tiers.peers import PeerPlace, StepSources, heal_step
 from snapshot_tiers.requests import STATUS
 from snapshot_tiers.uploader_process import ensure_uploader
 
@@ -104,7 +112,7 @@ class TierSet:
         if self.link.is_closed:
             self.link = self._open_link()
 
-    def ask(self, request: Request, seconds: float = STARTS) -> Status:
+    def ask(self, request: ControlRequest, seconds: float = STARTS) -> Status:
         """Send a request to this host's uploader. If it died, start it again."""
         return self.link.ask(request, seconds)
 
@@ -172,7 +180,7 @@ class TierSet:
         end = float("inf") if timeout is None else began + timeout
         while True:
             try:
-                status = self.link.ask(Request(verb, step=step), max(0.01, min(ANSWERS, end - time.monotonic())))
+                status = self.link.ask(ControlRequest(verb, step=step), max(0.01, min(ANSWERS, end - time.monotonic())))
                 left, wait = max(0.01, end - time.monotonic()), time.monotonic() - began < APPEARS
                 found = self._far_state(status, step, save_id, wait=wait, patience=min(self.patience, left))
                 if found is None:
@@ -245,7 +253,7 @@ class TierSet:
         found = []
         if not self.member.fault:
             try:
-                found.append(self.link.ask(Request("status")))
+                found.append(self.link.ask(ControlRequest("status")))
             except UploaderError as error:
                 log.warning("%s", error)
         others = [each for at, each in enumerate(self.member.hosts) if at != self.member.index and each.address]
@@ -270,14 +278,14 @@ class TierSet:
         member = self.member
         if len(member.hosts) > 1 and not member.fault:
             try:
-                self.ask(Request("ping"))
+                self.ask(ControlRequest("ping"))
             except UploaderError as error:
                 log.warning("%s", error)
         else:
             self.link.await_registration()
         return view_of(self.folder, member.hosts[member.index].key)
 
-    def census(self, views: Sequence[HostView], line: Line, *, good: bool) -> dict[int, CensusStep]:
+    def census(self, views: Sequence[HostView], line: RunLine, *, good: bool) -> dict[int, CensusStep]:
         """Return the near steps on a line of this run by their numbers. `views`: one of each rank.
 
         `good`: of two snapshots of a step, one that is not suspect is chosen first.
@@ -307,7 +315,7 @@ class TierSet:
             raise silent
         return {}
 
-    def sources(self, step: int, place: Place) -> StepSources:
+    def sources(self, step: int, place: PeerPlace) -> StepSources:
         """Return the places of a step's files for this rank."""
         member = self.member
         return StepSources(
@@ -341,7 +349,7 @@ class TierSet:
             seen = (
                 [known] if self.member.fault else [known, read_copy(self.member.folder)]
             )  # by later jobs on this host
-            root.expect_no_rollback([Copy(self.member.run, each) for each in seen], self.options.far)
+            root.expect_no_rollback([FactsCopy(self.member.run, each) for each in seen], self.options.far)
             if root.lacks(known):
                 raise RunDeletedError(
                     f"{self.options.far}: the run was deleted there; begin a new one in a new process"
@@ -350,7 +358,7 @@ class TierSet:
             found = run(limited(publish_if_writable(session.storage, united, attempts), patience))
         self.member.facts = Facts(found.number, found.published).with_pending(found.with_ancestors(attempts))
 
-    def begin(self, parent_of: Callable[[Facts], Parent | None], *, far: bool = True) -> Begun | None:
+    def begin(self, parent_of: Callable[[Facts], Parent | None], *, far: bool = True) -> JoinedAttempt | None:
         """Begin an attempt of this job, on the leader. None if another one was published since the facts were read."""
         return begin_attempt(self.options, self.member, parent_of, self.patience, far=far)
 
@@ -368,7 +376,7 @@ class TierSet:
                     "step that is written directly to it; allow writes below .run/, or use a near folder"
                 )
 
-    def began(self, begun: Begun, manifests: Mapping[int, Keepers]) -> None:
+    def began(self, begun: JoinedAttempt, manifests: Mapping[int, Keepers]) -> None:
         """Go on with an attempt that the leader has begun. Remove the steps that are off its line.
 
         `manifests`: the hosts that have each near step's manifest.
@@ -378,7 +386,7 @@ class TierSet:
         member.attempt, self._order, self.superseded = begun.attempt, 0, None
         if member.fault or not member.leads:
             return
-        line = Line(member.facts)  # a step is off the line only if a publication says so
+        line = RunLine(member.facts)  # a step is off the line only if a publication says so
         for step, near in self.folder.steps().items():
             if line.standing(step, near.save_id, near.origin) == Standing.OFF:
                 if near.suspect:
@@ -396,7 +404,7 @@ class TierSet:
         """Remove a near snapshot of a step that is damaged or off the line, so that the step can be taken."""
         self.folder.remove_damaged(step, "the step is taken again")
         near = self.folder.steps().get(step)
-        if near is not None and Line(self.member.facts).standing(step, near.save_id, near.origin) == Standing.OFF:
+        if near is not None and RunLine(self.member.facts).standing(step, near.save_id, near.origin) == Standing.OFF:
             log.warning("step-%s: removed: the run continues without it", step)
             self.folder.remove(step, near.save_id)
 
@@ -433,8 +441,8 @@ class TierSet:
         facts = self.member.facts
         if facts.has(attempt.name):
             origin = Origin(self.member.run, attempt.number, attempt.name, 0)
-            if Line(facts).standing(step, "", origin) == Standing.OFF and facts.tip is not None:
-                left = Line(facts).cuts.get(attempt.name)
+            if RunLine(facts).standing(step, "", origin) == Standing.OFF and facts.tip is not None:
+                left = RunLine(facts).cuts.get(attempt.name)
                 began = f"from step {left.step}" if left is not None else "from an earlier step"
                 self.superseded = SnapshotError(
                     f"{self.options.far}: another job has continued this run {began} (attempt {facts.tip.name} of "

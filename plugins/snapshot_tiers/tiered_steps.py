@@ -32,7 +32,7 @@ from snapshot.io.loop import can_start_threads, run
 from snapshot.io.session import Seal
 from snapshot.io.storage import FileStat
 from snapshot.io.url import URL
-from snapshot.manager.policies import Plan, Policy, Taken, checked_policy, plan_retention
+from snapshot.manager.policies import Policy, RetentionPlan, Taken, checked_policy, plan_retention
 from snapshot.manager.restore_latest import Candidates
 from snapshot.manager.retention import IN_USE, PINNED, Cleaner, find_needed
 from snapshot.manager.root import Root, StepFolders, taken_of, why_suspect
@@ -40,18 +40,18 @@ from snapshot.manager.steps import Begun, RunOptions, Steps, TakePlace
 from snapshot.manifest.document import ManifestHead
 from snapshot.reports import RestoreReport
 from snapshot.runs.facts import is_buried
-from snapshot.runs.timeline import NO_ORIGIN, Facts, Line, Origin, Parent, Standing, origin_of
+from snapshot.runs.timeline import NO_ORIGIN, Facts, Origin, Parent, RunLine, Standing, origin_of
 from snapshot.save.findings import suspicions
 from snapshot.save.take import AppState
 from snapshot.snapshot import PendingSnapshot, Snapshot
-from snapshot_tiers.control import ANSWERS, Request, Status, StepStatus, UploadState
+from snapshot_tiers.control import ANSWERS, ControlRequest, Status, StepStatus, UploadState
 from snapshot_tiers.facts import limited
 from snapshot_tiers.far_upload import FarStorage
 from snapshot_tiers.join import FAR_PATIENCE, Keepers, join
-from snapshot_tiers.join import Begun as BegunAttempt
+from snapshot_tiers.join import JoinedAttempt as BegunAttempt
 from snapshot_tiers.near import Near
 from snapshot_tiers.near_steps import CensusStep, HostView, NearFolder, NearStep
-from snapshot_tiers.peers import FAR, MOST_KEEPERS, NEAR, PEER, Place, StepSources, place_of
+from snapshot_tiers.peers import FAR, MOST_KEEPERS, NEAR, PEER, PeerPlace, StepSources, place_of
 from snapshot_tiers.tier_set import TierSet
 from snapshot_tiers.uploader_process import find_runs, leave_metrics
 
@@ -203,7 +203,7 @@ class TieredSteps(Steps):
         head = run(self.root.heads({step: found})).get(step)
         if not isinstance(head, ManifestHead):
             return False
-        line = Line(self.joined.member.facts)
+        line = RunLine(self.joined.member.facts)
         return line.standing(step, head.save_id, origin_of(head.metadata)) == Standing.OFF
 
     def place_of(self, step: int, fault: str, verb: str) -> TakePlace:
@@ -321,7 +321,7 @@ class TieredSteps(Steps):
             return Snapshot(url.reveal(), self.pg, allow_pickle=self.allow_pickle)
         return Snapshot(self.path(step), self.pg, self.root.options, allow_pickle=self.allow_pickle)
 
-    def _near_view(self) -> tuple[NearFolder, str, Line] | None:
+    def _near_view(self) -> tuple[NearFolder, str, RunLine] | None:
         """Return the near folder of this run on this host, the run and its line.
 
         Before the ranks join, this is the run that the host used last, as its copy of the facts describes it.
@@ -338,7 +338,7 @@ class TieredSteps(Steps):
         if not found:
             return None
         path, copy = max(found.items(), key=lambda item: item[1].used)
-        return NearFolder(path), copy.run, Line(copy.facts, copy.facts.last)
+        return NearFolder(path), copy.run, RunLine(copy.facts, copy.facts.last)
 
     def _near_steps(self) -> set[int]:
         """Return the near steps on the line of this run, as this host sees them."""
@@ -389,7 +389,7 @@ class TieredSteps(Steps):
         """Return the mean duration of the uploads of near steps, 0 if there was none."""
         if self._set is None or self._set.member.fault:
             return 0.0
-        states = self._set.ask(Request("status")).steps.values()
+        states = self._set.ask(ControlRequest("status")).steps.values()
         found = [each.seconds for each in states if each.far == UploadState.WHOLE]
         return sum(found) / len(found) if found else 0.0
 
@@ -454,7 +454,7 @@ class NearCleaner(Cleaner):
             self._clean_near(upto, self._ask_status())
         if self._far is None or tiers.member.fault:
             return
-        states = tiers.ask(Request("status"), ANSWERS).steps
+        states = tiers.ask(ControlRequest("status"), ANSWERS).steps
         for step in sorted(
             step for step, each in states.items() if each.far == UploadState.WHOLE and step not in self._uploaded
         ):
@@ -464,7 +464,7 @@ class NearCleaner(Cleaner):
     def _ask_status(self) -> Status:
         """Return the states of this host's steps. Report uploads that do not advance."""
         tiers = self._tiers
-        status = tiers.ask(Request("status"), ANSWERS)  # `close` waits for this
+        status = tiers.ask(ControlRequest("status"), ANSWERS)  # `close` waits for this
         stalled = self._watch.look(status.steps, time.monotonic())
         if stalled:
             root, why = tiers.options.far, f": {status.error}" if status.error else ""
@@ -519,7 +519,7 @@ class NearCleaner(Cleaner):
         *,
         damaged: Collection[int] = (),
         held: Mapping[int, str] | None = None,
-    ) -> Plan:
+    ) -> RetentionPlan:
         """Decide about near steps. The policy counts those up to a step. By default, only steps in use are held.
 
         Other hosts may have the manifest of a damaged step, so the policy decides about it, too.
@@ -539,14 +539,14 @@ class NearCleaner(Cleaner):
     def make_room(self) -> bool:
         """Give up the upload of the oldest step that waits for one, if the policy then lets the step go."""
         tiers = self._tiers
-        status = tiers.ask(Request("status"), ANSWERS)
+        status = tiers.ask(ControlRequest("status"), ANSWERS)
         kept = self._plan(tiers.folder.steps().values()).kept
         waiting = sorted(step for step, each in status.steps.items() if each.far.is_open)
         waiting = [step for step in waiting if step not in kept and step != max(status.steps)]
         if not waiting:
             return False
         log.warning("step-%s: its upload is given up, since %s is full", waiting[0], tiers.folder.path)
-        tiers.ask(Request("drop", step=waiting[0]), ANSWERS)
+        tiers.ask(ControlRequest("drop", step=waiting[0]), ANSWERS)
         return True
 
 
@@ -604,7 +604,7 @@ class TieredCandidates(Candidates):
             return Snapshot(
                 self.root.step_url(step).reveal(), steps.pg, self.root.options, allow_pickle=steps.allow_pickle
             )
-        where = decode_msgpack(place, Place, OTHER_VERSION)
+        where = decode_msgpack(place, PeerPlace, OTHER_VERSION)
         self._sources, self._step = self._tiers.sources(step, where), step
         options = {"sources": self._sources}
         return Snapshot(self._tiers.url_of(step), steps.pg, options, allow_pickle=steps.allow_pickle)
@@ -701,7 +701,7 @@ class TieredRoot(Root):
             self._tiers.member.facts.expect_no_fork()
             self.far_answers = False
         facts = self._tiers.member.facts
-        self._of_run = Line(facts, facts.last)
+        self._of_run = RunLine(facts, facts.last)
         self.census = self._tiers.census(self.views, self._of_run, good=self._good)
 
     async def newest(self, before: int | None) -> StepFolders:
@@ -738,7 +738,7 @@ class TieredRoot(Root):
             return not near.suspect
         return self._of_run.is_newer(near.step, (near.save_id, near.origin), (far.save_id, origin))
 
-    async def line(self) -> Line:
+    async def line(self) -> RunLine:
         """Return the line that this restore follows."""
         return self._of_run
 

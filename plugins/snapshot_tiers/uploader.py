@@ -19,8 +19,8 @@ import msgspec
 from snapshot.errors import CorruptSnapshotError, RunDeletedError, RunForkedError, SnapshotError
 from snapshot.events import emit, log
 from snapshot.io.loop import run
-from snapshot.runs.timeline import Attempt, Facts, Line, RolledBackError, Standing
-from snapshot_tiers.control import Registration, Request, Status, StepStatus, Upload, UploadState
+from snapshot.runs.timeline import Attempt, Facts, RolledBackError, RunLine, Standing
+from snapshot_tiers.control import ControlRequest, Registration, Status, StepStatus, Upload, UploadState
 from snapshot_tiers.facts import read_copy, store_copy, sync_facts
 from snapshot_tiers.far_upload import FarUpload, OpenUploads, Outdated, Undecided, is_begun
 from snapshot_tiers.near_steps import NearFolder, NearStep
@@ -224,7 +224,7 @@ class Uploader:
 
     # Requests
 
-    def handle(self, request: Request) -> Status:
+    def handle(self, request: ControlRequest) -> Status:
         """Do what the trainer asks for, and return the state."""
         with self._lock:
             if request.verb == "ping":
@@ -313,7 +313,7 @@ class Uploader:
             given = self._registration
             if given is None:
                 return
-            steps, line = {}, Line(self._facts)
+            steps, line = {}, RunLine(self._facts)
             for step, near in self.folder.steps_of(given.run).items():
                 if line.standing(step, near.save_id, near.origin) != Standing.OFF:
                     steps[step] = near
@@ -325,7 +325,7 @@ class Uploader:
                 if step not in steps or self._states[step].save_id != steps[step].save_id:
                     self._forget(step)
             self._asked |= {step for step, near in steps.items() if near.origin.replaces}
-            view = Line(self._facts, self._live())
+            view = RunLine(self._facts, self._live())
             ages = {step: view.age(near.origin) for step, near in steps.items()}
             self._newest = max(ages, key=lambda step: ages[step], default=-1)
             asked = set(self._asked)
@@ -454,7 +454,7 @@ class Uploader:
             return
         self._learn(facts)
         with self._lock:
-            line = Line(self._facts)
+            line = RunLine(self._facts)
             near = self.folder.steps()
             stuck = [step for step, each in self._states.items() if each.far.is_stuck and step in near]
             for step in stuck:
@@ -484,7 +484,7 @@ class Uploader:
             log.warning("upload: %s", error)
         self._error = str(error)
         with self._lock:
-            line, near = Line(self._facts), self.folder.steps()
+            line, near = RunLine(self._facts), self.folder.steps()
             for step, each in self._states.items():
                 found = near.get(step)
                 on = found is not None and line.standing(step, found.save_id, found.origin) == Standing.ON

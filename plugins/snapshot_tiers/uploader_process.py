@@ -35,17 +35,17 @@ from snapshot.errors import CorruptSnapshotError, SnapshotError
 from snapshot.events import Event, Labels, Metrics, Readings, add_handler, as_prometheus, log, remove_handler
 from snapshot.io.system import PerProcess, fcntl, lower_priority, resource, store_file
 from snapshot.options import Settings
-from snapshot.runs.timeline import Copy, Facts
+from snapshot.runs.timeline import Facts, FactsCopy
 from snapshot_tiers.control import (
     LOCK,
     LOG,
     SERVES,
     STARTS,
     ControlClient,
+    ControlRequest,
     ControlServer,
     Host,
     Registration,
-    Request,
     Status,
     UploaderError,
     UploaderHungError,
@@ -262,7 +262,7 @@ def ensure_uploader(folder: str, address: str | None, seconds: float = STARTS) -
                 return client, offered
             with closing(client):  # it was started for a job on one host, or without a network
                 try:
-                    client.ask(Request("stop"), min(seconds, HANGS))
+                    client.ask(ControlRequest("stop"), min(seconds, HANGS))
                 except UploaderHungError:
                     if (pid := pid_in(folder)) is not None:
                         kill_hung(folder, pid)
@@ -388,7 +388,7 @@ def run_until_done(uploader: Uploader, listening: socket.socket, linger: float) 
     stopped = threading.Event()
     closed = False
 
-    def handle(request: Request) -> Status:
+    def handle(request: ControlRequest) -> Status:
         nonlocal closed
         if request.verb in ("register", "close"):
             closed = request.verb == "close"
@@ -433,7 +433,7 @@ WAITING = 20.0
 """Seconds to wait for the files of other hosts, whose uploads may run at the same time."""
 
 
-def find_runs(near: str, far: str | None) -> dict[str, Copy]:
+def find_runs(near: str, far: str | None) -> dict[str, FactsCopy]:
     """Return the runs in a near folder, or the run itself if the folder is a run's: their facts, by the run's folder.
 
     `far` chooses the runs that were uploaded there. A single run may have been uploaded to another place. Raise

@@ -72,7 +72,7 @@ _KINDS = {
 _VERSIONS = ("1.0", "2.0")
 
 
-class Item(NamedTuple):
+class SavedItem(NamedTuple):
     """One item of a rank: its file."""
 
     key: str
@@ -97,7 +97,7 @@ async def describe_folder(folder: SearchedFolder) -> ForeignDocument:
     where = storage.url.join(METADATA)
     data = await storage.get(METADATA, limit=limit)
     try:
-        metadata = Metadata(where, evaluate_pickle(data, where), len(data))
+        metadata = SavedMetadata(where, evaluate_pickle(data, where), len(data))
         items = metadata.list_items(names)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         if isinstance(error, CorruptSnapshotError):
@@ -135,7 +135,7 @@ async def describe_folder(folder: SearchedFolder) -> ForeignDocument:
     )
 
 
-class Metadata:
+class SavedMetadata:
     """The contents of `metadata.pkl`, checked as they are read."""
 
     def __init__(self, where: object, value: Any, length: int) -> None:
@@ -163,9 +163,9 @@ class Metadata:
         if self._left < 0:
             raise ValueError("too many repeated values")
 
-    def list_items(self, names: Sequence[str]) -> list[Item]:
+    def list_items(self, names: Sequence[str]) -> list[SavedItem]:
         """Return the files of all items and ranks: those of the metadata, and others by the names in the folder."""
-        found: dict[tuple[str, int], Item] = {}
+        found: dict[tuple[str, int], SavedItem] = {}
         for key, held in self._items.items():
             layouts = expect_dict(held["rank_to_layout_info"])
             self._spend(len(layouts))
@@ -176,18 +176,18 @@ class Metadata:
         for name in names:
             match = _FILE.fullmatch(name)
             if match and match["item"] not in self._items and int(match["rank"]) < self.world:
-                item = Item(match["item"], int(match["rank"]), name, match["suffix"])
+                item = SavedItem(match["item"], int(match["rank"]), name, match["suffix"])
                 found.setdefault((item.key, item.rank), item)
         return [found[each] for each in sorted(found)]
 
-    def _make_item(self, key: str, rank: int, layout: Any) -> Item:
+    def _make_item(self, key: str, rank: int, layout: Any) -> SavedItem:
         if layout is None:
-            return Item(key, rank, check_location(f"{key}_{rank}.pt", self._where), "pt")
+            return SavedItem(key, rank, check_location(f"{key}_{rank}.pt", self._where), "pt")
         fields = expect_dict(layout)
         kind = expect_dict(fields["serialization_format"]).get("type")
         if type(kind) is not str or kind not in _KINDS:
             raise UnsupportedFormatError(f"{self._where}: {key[:200]}: unknown kind of file: {p.show_value(kind)}")
-        return Item(key, rank, check_location(fields["file_path"], self._where), _KINDS[kind])
+        return SavedItem(key, rank, check_location(fields["file_path"], self._where), _KINDS[kind])
 
     def find_shared(self, key: str) -> set[str]:
         """Return the paths of an item's tensors that all ranks have a copy of, by their sharding."""
@@ -253,14 +253,14 @@ class Metadata:
 class _Reader:
     """Reads the descriptions of all files."""
 
-    def __init__(self, storage: Storage, metadata: Metadata, limit: int) -> None:
+    def __init__(self, storage: Storage, metadata: SavedMetadata, limit: int) -> None:
         self._storage = storage
         self._metadata = metadata
         self._limit = limit
         self._files = TorchFiles(storage, limit)
         self.inline = bytearray()
 
-    async def read(self, item: Item) -> RankFile:
+    async def read(self, item: SavedItem) -> RankFile:
         """Return the entries of one file."""
         found = await self._storage.stat(item.location)
         token = f"{item.location} {found.token} {found.size}"
@@ -284,7 +284,7 @@ class _Reader:
         own = {each.partition("/")[2]: entry for each, entry in entries.items()}
         return RankFile(item.location, found.size, token.encode(), own, sums, None)
 
-    def _read_json(self, item: Item, path: str, data: bytes) -> dict[str, Any]:
+    def _read_json(self, item: SavedItem, path: str, data: bytes) -> dict[str, Any]:
         where = self._storage.url.join(item.location)
         value = decode_json(data, Any, where)
         try:
@@ -294,7 +294,7 @@ class _Reader:
                 error if isinstance(error, CorruptSnapshotError) else CorruptSnapshotError(f"{where}: {error}")
             ) from error
 
-    async def _read_tensors(self, item: Item, path: str, size: int) -> dict[str, Any]:
+    async def _read_tensors(self, item: SavedItem, path: str, size: int) -> dict[str, Any]:
         """Return the entries of a file of safetensors, whose names are paths that are joined with dots."""
         tensors, _ = await hugging_face.read_header(self._storage, item.location, size, self._limit)
         where = self._storage.url.join(item.location)

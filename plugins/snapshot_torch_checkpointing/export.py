@@ -6,13 +6,13 @@ from snapshot.errors import UnsupportedFormatError
 from snapshot.formats import dcp_notice
 from snapshot.manifest import document
 from snapshot.text import listed
-from snapshot.transform.export import Export, Plan, Request
+from snapshot.transform.export import Export, ExportPlan, ExportRequest
 from snapshot_torch_checkpointing.checkpoint import KEY, METADATA, encode_metadata
 
 
-def plan(export: Export, request: Request) -> Plan:
+def plan(export: Export, request: ExportRequest) -> ExportPlan:
     """Plan a folder: a file of torch.save for each key, and the metadata."""
-    made = Plan("torch_checkpointing", sums={}, markers=(METADATA,))
+    made = ExportPlan("torch_checkpointing", sums={}, markers=(METADATA,))
     made.others = (document.METADATA, dcp_notice.METADATA)
     made.more = rf"{KEY.pattern}_\d+\.(pt|safetensors|json|bin)"
     made.left_out += export.lose_classes()

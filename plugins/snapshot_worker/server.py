@@ -127,7 +127,7 @@ class RemoteWriter(Writer):
         return cut_file(file, self._part_bytes[id(file)])
 
 
-class Server:
+class WriterServer:
     """Serves all concurrent takes of one parent."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -236,7 +236,7 @@ def main(descriptor: int) -> None:
     torch.set_num_threads(1)
 
     async def serve() -> None:
-        await Server(socket.socket(fileno=descriptor)).serve()
+        await WriterServer(socket.socket(fileno=descriptor)).serve()
 
     with contextlib.suppress(TimeoutError):
         run(serve())

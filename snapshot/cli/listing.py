@@ -199,17 +199,17 @@ class Total:
 
 
 @dataclass(slots=True)
-class Tree:
+class EntryTree:
     """Objects by the parts of their names."""
 
     name: str = ""
     """The last part, with its separator."""
     items: list[ListedItem] = field(default_factory=list)
     """The objects with this name, and all below it."""
-    children: dict[str, Tree] = field(default_factory=dict)
+    children: dict[str, EntryTree] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, found: Iterable[ListedItem], separators: str) -> Tree:
+    def of(cls, found: Iterable[ListedItem], separators: str) -> EntryTree:
         """Return the tree of objects. Each of the characters `separators` ends a part of a name."""
         part_end = re.compile(f"(?<=[{separators}])")
         root = cls()
@@ -221,7 +221,7 @@ class Tree:
                 node.items.append(item)
         return root
 
-    def walk(self) -> Iterator[tuple[int, Tree]]:
+    def walk(self) -> Iterator[tuple[int, EntryTree]]:
         """Yield the nodes below this one with their level, each before its children."""
         rest = [(0, child) for child in reversed(self.children.values())]
         while rest:

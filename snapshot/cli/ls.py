@@ -9,9 +9,9 @@ from typing import Any
 
 from snapshot.cli.arguments import add_json, add_storage, count, options_of
 from snapshot.cli.listing import (
+    EntryTree,
     ListedItem,
     SharedFiles,
-    Tree,
     by_key,
     bytes_in_base,
     common_value,
@@ -241,7 +241,7 @@ def _folded(found: Sequence[ListedItem], most: int) -> Iterator[Row]:
 
 def _tree(found: Sequence[ListedItem], depth: int | None) -> Iterator[Row]:
     """Yield all objects below their containers."""
-    for level, node in Tree.of(found, "/").walk():
+    for level, node in EntryTree.of(found, "/").walk():
         if depth is not None and level >= depth:
             continue
         name = "  " * level + node.name

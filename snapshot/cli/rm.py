@@ -50,7 +50,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass
-class Target:
+class _Removal:
     """Removal at one URL."""
 
     url: URL
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     return ExitStatus.FOUND if any(target.error for target in targets) else ExitStatus.OK
 
 
-async def _target(url: URL, options: Mapping[str, Any], arguments: argparse.Namespace) -> Target:
+async def _target(url: URL, options: Mapping[str, Any], arguments: argparse.Namespace) -> _Removal:
     """Return the target at a URL. Raise if it must not be removed."""
     async with Session(url, options) as session:
         storage = session.storage
@@ -123,16 +123,16 @@ async def _target(url: URL, options: Mapping[str, Any], arguments: argparse.Name
         await _expect_quiet(session, arguments.older_than)
         files = [path for path in await transaction.list_save_files(storage) if path.endswith(DATA)]
         nbytes = await _size(session, files)
-        return Target(url, "snapshot", len(files), nbytes, nbytes)
+        return _Removal(url, "snapshot", len(files), nbytes, nbytes)
 
 
-def _find_shared(targets: Sequence[Target], options: Mapping[str, Any]) -> list[str]:
+def _find_shared(targets: Sequence[_Removal], options: Mapping[str, Any]) -> list[str]:
     """Subtract from each snapshot's size the bytes that other snapshots in its folder keep.
 
     Return a line for each snapshot that others, which stay, are based on.
     """
     folders: dict[str, SharedFiles] = {}
-    bases: list[tuple[Target, str, list[str]]] = []
+    bases: list[tuple[_Removal, str, list[str]]] = []
     for target in targets:
         above, _, name = target.url.location.rstrip("/").rpartition("/")
         if target.what != "snapshot" or not above:
@@ -150,14 +150,14 @@ def _find_shared(targets: Sequence[Target], options: Mapping[str, Any]) -> list[
     return [f"{target.url}: has tensors that {', '.join(names)} left out" for target, names in staying if names]
 
 
-async def _leftovers(session: Session, older_than: float) -> Target:
+async def _leftovers(session: Session, older_than: float) -> _Removal:
     """Return the leftovers of finished takes."""
     storage, url = session.storage, session.url
     if not is_local_file(url):
         files = await transaction.find_leftovers(storage, older_than)
         if files:
             nbytes = await _size(session, files)
-            return Target(url, "leftovers", len(files), nbytes, nbytes)
+            return _Removal(url, "leftovers", len(files), nbytes, nbytes)
         await _expect_quiet(session, older_than)
     if await is_foreign(session):
         raise SnapshotExistsError(f"{url}: written by another library, so it was not removed; remove it yourself")
@@ -177,7 +177,7 @@ async def _size(session: Session, files: list[str]) -> int:
     return sum([(await session.storage.stat(path)).size for path in files])
 
 
-def _remove(target: Target, options: Mapping[str, Any], older_than: float) -> None:
+def _remove(target: _Removal, options: Mapping[str, Any], older_than: float) -> None:
     try:
         if target.what == "snapshot":
             Snapshot(target.url.reveal(), storage_options=options).delete()
@@ -189,6 +189,6 @@ def _remove(target: Target, options: Mapping[str, Any], older_than: float) -> No
         target.error = str(error)
 
 
-def _removed(target: Target) -> str:
+def _removed(target: _Removal) -> str:
     freed = "" if target.frees == target.nbytes else f"; {size_text(target.frees)} are freed"
     return line(f"removed {target.url}: {counted(target.files, 'file')}, {size_text(target.nbytes)}{freed}")

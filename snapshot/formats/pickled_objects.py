@@ -15,7 +15,7 @@ from snapshot.errors import CorruptSnapshotError, RestoreError, UnsafeObjectErro
 from snapshot.formats.pickle_nodes import LimitError, Name, StandIn, Work
 from snapshot.formats.safe_pickle import (
     InvalidPickleError,
-    Limits,
+    PickleLimits,
     UnknownClassError,
     evaluate_pickle,
     expect_stored,
@@ -137,7 +137,7 @@ def _is_modest(path: str, data: bytes, stored: int) -> bool:
     """
     try:
         length = expect_stored(len(data), stored, "its pickle")
-        limits = Limits.of(length, _RUN_BY_TORCH)
+        limits = PickleLimits.of(length, _RUN_BY_TORCH)
         evaluate_pickle(data, path, limits, lambda _: None, lambda _, name: Name(name, _call_inertly))
     except (InvalidPickleError, UnknownClassError, UnsafeObjectError):
         return False

@@ -41,7 +41,7 @@ RUN = 64 << 10
 """Bytes of a pickle that are evaluated between two looks at the limits."""
 
 
-class Limits(msgspec.Struct, frozen=True):
+class PickleLimits(msgspec.Struct, frozen=True):
     """Limits of one evaluation."""
 
     memory: int
@@ -52,9 +52,9 @@ class Limits(msgspec.Struct, frozen=True):
     """Table of all opcodes, with zeros for those that the pickle may not have."""
 
     @staticmethod
-    def of(length: int, opcodes: bytes = bytes(range(256))) -> Limits:
+    def of(length: int, opcodes: bytes = bytes(range(256))) -> PickleLimits:
         """Return the limits of a pickle of some length; see `expect_stored`."""
-        return Limits(FREE + PER_BYTE * length, FEW + FACTOR * length, opcodes)
+        return PickleLimits(FREE + PER_BYTE * length, FEW + FACTOR * length, opcodes)
 
 
 def expect_stored(length: int, stored: int, what: str) -> int:
@@ -104,7 +104,7 @@ _read_float = struct.Struct(">d").unpack_from
 def evaluate_pickle(
     data: bytes,
     where: object,
-    limits: Limits | None = None,
+    limits: PickleLimits | None = None,
     persistent: Callable[[Any], Node] = find_storage,
     names: Callable[[str, str], Node] = find_name,
 ) -> Node:
@@ -113,7 +113,7 @@ def evaluate_pickle(
     Args:
         data: The pickle; bytes after its end are ignored.
         where: Place of the pickle, for messages.
-        limits: Limits on memory and time; by default, those of the pickle's length.
+        limits: PickleLimits on memory and time; by default, those of the pickle's length.
         persistent: Function that returns the node of a reference to an object outside the pickle.
         names: Function that returns the node of a class or function, from its module and name.
 
@@ -122,7 +122,7 @@ def evaluate_pickle(
         UnsupportedFormatError: The pickle does something with a class that this reader does not know.
         CorruptSnapshotError: The data is not a pickle, or is a malicious one.
     """
-    machine = _Machine(data, where, limits or Limits.of(len(data)), persistent, names)
+    machine = _Machine(data, where, limits or PickleLimits.of(len(data)), persistent, names)
     try:
         return machine.run()
     except SnapshotError:
@@ -142,7 +142,7 @@ class _Machine:
         self,
         data: bytes,
         where: object,
-        limits: Limits,
+        limits: PickleLimits,
         persistent: Callable[[Any], Node],
         names: Callable[[str, str], Node],
     ) -> None:

@@ -15,7 +15,7 @@ from snapshot.errors import CorruptSnapshotError
 from snapshot.formats import pickle_nodes as p
 from snapshot.formats.pickled_objects import INLINE, MODULE, make_refused_entry
 from snapshot.formats.pickled_shards import PickledShards, ShardReader, name_kind
-from snapshot.formats.safe_pickle import Limits, evaluate_pickle, expect_stored
+from snapshot.formats.safe_pickle import PickleLimits, evaluate_pickle, expect_stored
 from snapshot.formats.zip_archive import STORED, ZipArchive
 from snapshot.manifest import entries as e
 from snapshot.manifest import values as s
@@ -533,7 +533,7 @@ def read_plain_value(path: str, data: bytes | bytearray, stored: int | None = No
         archive = ZipArchive.parse(data, len(data))
         content = read_pickle(data, archive)
         length = expect_stored(len(content), len(data) if stored is None else stored, "its pickle")
-        node = evaluate_pickle(content, path, Limits.of(length))
+        node = evaluate_pickle(content, path, PickleLimits.of(length))
     except (ValueError, KeyError) as error:
         if isinstance(error, CorruptSnapshotError):
             raise

@@ -21,7 +21,7 @@ from snapshot.formats.decompressors import find_decompressor
 from snapshot.formats.foreign import HEAD as HEAD_OF_FILE
 from snapshot.formats.foreign import ForeignDocument, make_document, refuse_file, refuse_zip
 from snapshot.formats.pickled_objects import INLINE, is_refused, locate_object
-from snapshot.formats.safe_pickle import Limits, evaluate_pickle, expect_stored
+from snapshot.formats.safe_pickle import PickleLimits, evaluate_pickle, expect_stored
 from snapshot.formats.to_entries import RebuiltTensor, make_container, make_entries, make_tensor_entry, rebuild_tensor
 from snapshot.formats.zip_archive import MoreBytesNeeded, ZipArchive, open_archive, read_range
 from snapshot.io.storage import Storage
@@ -535,7 +535,7 @@ class TorchFile:
         """Token of the file, if it was looked up."""
         self.length = length
         """Length that limits are based on: see `expect_stored`."""
-        self.value = evaluate_pickle(content, where, Limits.of(length))
+        self.value = evaluate_pickle(content, where, PickleLimits.of(length))
         """The saved value, with stand-ins for tensors and objects."""
 
     @staticmethod

@@ -10,7 +10,7 @@ from snapshot.errors import (
     StorageConflictError,
     StorageError,
 )
-from snapshot.io.retry import Attempt, TransientError
+from snapshot.io.retry import RequestAttempts, TransientError
 from snapshot.io.storage import Buffer
 from snapshot.io.url import URL
 
@@ -33,7 +33,7 @@ class ResponseSink:
         self.end = end
         self.token = token
         """Version of the file: the requested one, or that of the first response."""
-        self.attempt: Attempt | None = None
+        self.attempt: RequestAttempts | None = None
         self.size: int | None = None
         """The expected size of the file."""
         self._reached = begin
@@ -149,7 +149,7 @@ class RequestBody:
         self._ends = list(accumulate(view.nbytes for view in self.views))
         self.nbytes = self._ends[-1] if self._ends else 0
         self._position = 0
-        self.attempt: Attempt | None = None
+        self.attempt: RequestAttempts | None = None
 
     def __len__(self) -> int:
         return self.nbytes

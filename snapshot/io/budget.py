@@ -30,7 +30,7 @@ RESERVE = 32 << 20
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class BudgetRequest:
     """A pending request for bytes."""
 
     nbytes: int
@@ -48,7 +48,7 @@ class Pool:
 
     def __init__(self, limit: int, *, reserve: bool = True) -> None:
         self.lock = threading.Lock()
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[BudgetRequest] = deque()
         self.used = 0
         self.reserve = Pool(0, reserve=False) if reserve else None
         self.limit = 0
@@ -156,7 +156,7 @@ class MemoryBudget:
             return
         loop = asyncio.get_running_loop()
         granted = asyncio.Event()
-        request = Request(nbytes, self, lambda: loop.call_soon_threadsafe(granted.set))
+        request = BudgetRequest(nbytes, self, lambda: loop.call_soon_threadsafe(granted.set))
         if self._enqueue(request):
             return
         began = time.perf_counter()
@@ -170,7 +170,7 @@ class MemoryBudget:
     def acquire_blocking(self, nbytes: int) -> None:
         """Acquire bytes in a thread that does not run the loop."""
         granted = Latch()
-        request = Request(nbytes, self, granted.open)
+        request = BudgetRequest(nbytes, self, granted.open)
         if self._enqueue(request):
             return
         began = time.perf_counter()
@@ -181,7 +181,7 @@ class MemoryBudget:
             raise
         self._waited(request, began)
 
-    def _enqueue(self, request: Request) -> bool:
+    def _enqueue(self, request: BudgetRequest) -> bool:
         """Grant a request at once and return True, or add it to the queue."""
         with self._pool.lock:
             if self._at_once(request.nbytes):
@@ -190,7 +190,7 @@ class MemoryBudget:
             self._pool.waiting.append(request)
             return False
 
-    def _withdraw(self, request: Request) -> None:
+    def _withdraw(self, request: BudgetRequest) -> None:
         """Withdraw a request, even if it was granted meanwhile."""
         with self._pool.lock:
             if request.granted:
@@ -199,7 +199,7 @@ class MemoryBudget:
                 self._pool.waiting.remove(request)
                 self._pool.serve()
 
-    def _waited(self, request: Request, began: float) -> None:
+    def _waited(self, request: BudgetRequest, began: float) -> None:
         with self._pool.lock:
             self._blocked += time.perf_counter() - began
             if self._error is not None:

@@ -52,7 +52,7 @@ class RetryPolicy:
                 raise ValueError(f"{name} must be a number of seconds above 0, got {value!r}")
 
 
-class Attempt:
+class RequestAttempts:
     """State of a request over its attempts, and its progress."""
 
     def __init__(self, patience: RetryPolicy) -> None:
@@ -94,7 +94,7 @@ _logged: PerProcess[dict[str, float]] = PerProcess(dict)
 class _Silence:
     """Logs a line while a server does not respond, for the first of its requests that notices it."""
 
-    def __init__(self, name: str, url: URL, attempt: Attempt) -> None:
+    def __init__(self, name: str, url: URL, attempt: RequestAttempts) -> None:
         self._name = name
         self._url = url
         self._attempt = attempt
@@ -126,11 +126,15 @@ class _Silence:
 
 
 async def retry_request(
-    name: str, url: URL, patience: RetryPolicy, request: Callable[[Attempt], Awaitable[T]], within: float | None = None
+    name: str,
+    url: URL,
+    patience: RetryPolicy,
+    request: Callable[[RequestAttempts], Awaitable[T]],
+    within: float | None = None,
 ) -> T:
     """Repeat a request until it succeeds, fails permanently, or its deadline passes. `within` is a shorter deadline."""
     deadline = min(patience.deadline, within or patience.deadline)
-    attempt = Attempt(patience)
+    attempt = RequestAttempts(patience)
     with _Silence(name, url, attempt):
         while True:
             left = deadline - (time.monotonic() - attempt.began)

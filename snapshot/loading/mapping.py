@@ -17,7 +17,7 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document, check_tensor, find_locations
 from snapshot.manifest.paths import add_parents, decode_component, encode_component
 from snapshot.manifest.rank_view import RankView, adopt_entry, is_shared, make_rank_view, rename_entries
-from snapshot.maps.recipe import Spec, Target
+from snapshot.maps.recipe import RecipeTarget, Spec
 from snapshot.maps.tensor_map import MapPlan, TensorMap
 from snapshot.tensors.geometry import Grid, split_shape
 from snapshot.tensors.memory import BY_NAME
@@ -173,7 +173,7 @@ def _map_entries(own: Mapping[str, e.AnyTensor], plan: MapPlan) -> dict[str, e.A
     return made
 
 
-def _map_entry(own: Mapping[str, e.AnyTensor], target: Target) -> e.AnyTensor:
+def _map_entry(own: Mapping[str, e.AnyTensor], target: RecipeTarget) -> e.AnyTensor:
     first = own[target.parts[0].source] if target.parts else None
     if first is not None and len(target.parts) == 1 and (first.dtype, tuple(first.shape)) == target[:2]:
         identity = Grid.identity(target.shape)

@@ -186,7 +186,7 @@ def _count(name: str, n: object) -> None:
         raise ValueError(f"{name}: n must be an integer of at least 1, got {n!r}")
 
 
-class Plan(NamedTuple):
+class RetentionPlan(NamedTuple):
     """Decision about each of several snapshots."""
 
     kept: dict[int, str]
@@ -203,7 +203,7 @@ def plan_retention(
     others: Iterable[int] = (),
     held: Mapping[int, str] = MappingProxyType({}),
     find_needed: Callable[[list[int]], Mapping[int, str]] = lambda removed: {},
-) -> Plan:
+) -> RetentionPlan:
     """Decide what to keep and what to remove.
 
     Args:
@@ -216,13 +216,13 @@ def plan_retention(
 
     >>> taken = [Taken(10), Taken(20), Taken(30), Taken(40)]
     >>> plan_retention(KeepLatest(1), taken, 0, held={20: "pinned"}, find_needed=lambda removed: {10: "the base of 20"})
-    Plan(kept={40: 'latest', 20: 'pinned', 10: 'the base of 20'}, removed=[30])
+    RetentionPlan(kept={40: 'latest', 20: 'pinned', 10: 'the base of 20'}, removed=[30])
     """
     kept = {step: ", ".join(why) for step, why in choose_kept(policy, list(taken), now).items()}
     steps = {*(each.step for each in taken), *others}
     kept |= {step: held[step] for step in sorted(steps - kept.keys()) if held.get(step)}
     kept |= find_needed(sorted(steps - kept.keys()))
-    return Plan(kept, sorted(steps - kept.keys()))
+    return RetentionPlan(kept, sorted(steps - kept.keys()))
 
 
 def checked_policy(keep: Any, *, metrics: bool = True) -> Policy | None:

@@ -37,7 +37,7 @@ from snapshot.manifest.document import (
     decode_head_of_ends,
 )
 from snapshot.runs.facts import PINNED, STEP, read_facts
-from snapshot.runs.timeline import Line, origin_of
+from snapshot.runs.timeline import RunLine, origin_of
 from snapshot.save import transaction
 from snapshot.save.findings import suspicions
 
@@ -94,7 +94,7 @@ class Root:
         self._listed: list[int] = []
         """The numbers of the folders that `newest` has not returned yet, and the last that it has."""
         self._reading = asyncio.Lock()
-        self._line: Line | None = None
+        self._line: RunLine | None = None
         """The line of a run with near folders, as of the last list of the folders."""
 
     def step_url(self, step: int) -> URL:
@@ -119,12 +119,12 @@ class Root:
             self._listed = [step for step in self._listed if step < before]
         return await self.examine(self._listed[-(NEWEST if before is None else MORE) :])
 
-    async def line(self) -> Line:
+    async def line(self) -> RunLine:
         """Return the line of the run in this root. Without facts, all steps are on it."""
         async with self._reading:  # once for all steps that are asked about
             if self._line is None:
                 async with self.opened() as session:
-                    self._line = Line(await read_facts(session.storage))
+                    self._line = RunLine(await read_facts(session.storage))
             return self._line
 
     async def counts(self, step: int, stat: FileStat) -> bool:

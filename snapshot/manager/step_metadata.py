@@ -109,7 +109,7 @@ MOST = 64
 """Ancestors of an attempt that its steps name, the last ones."""
 
 
-class Writer(NamedTuple):
+class StepWriter(NamedTuple):
     """An attempt of a job: its writing until the next restore."""
 
     attempt: str
@@ -119,12 +119,12 @@ class Writer(NamedTuple):
     """The attempts whose steps it restored, directly or through another one."""
 
 
-def writer_of(metadata: Mapping[str, Any]) -> Writer | None:
+def writer_of(metadata: Mapping[str, Any]) -> StepWriter | None:
     """Return the writer of a step. None if an earlier version wrote it, or no manager, or one with near folders."""
     own = metadata.get(NOTE)
     match own.get(WRITER) if isinstance(own, dict) and KEY not in metadata else None:
         case {"attempt": str(attempt), "host": str(host), "start": str(start), "ancestors": [*names]}:
-            return Writer(attempt, host, start, tuple(each for each in names if isinstance(each, str)))
+            return StepWriter(attempt, host, start, tuple(each for each in names if isinstance(each, str)))
     return None
 
 
@@ -139,9 +139,9 @@ class Writers:
         self._conflict: OtherWriterError | None = None
 
     @staticmethod
-    def _next(ancestors: tuple[str, ...]) -> Writer:
+    def _next(ancestors: tuple[str, ...]) -> StepWriter:
         start = datetime.now(UTC).isoformat(timespec="seconds")
-        return Writer(secrets.token_hex(6), socket.gethostname(), start, ancestors[-MOST:])
+        return StepWriter(secrets.token_hex(6), socket.gethostname(), start, ancestors[-MOST:])
 
     def note(self) -> dict[str, Any]:
         """Return the entry in the metadata of a step."""

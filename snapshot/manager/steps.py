@@ -25,7 +25,7 @@ from snapshot.manager.root import Root
 from snapshot.manager.step_metadata import ManagedSnapshot, Writers, add_writer
 from snapshot.manager.takes import PendingTakes
 from snapshot.manifest.document import ManifestHead
-from snapshot.runs.timeline import Line
+from snapshot.runs.timeline import RunLine
 from snapshot.save.take import AppState
 from snapshot.save.take_request import BaseArgument, TakeOptions, TakeRequest
 from snapshot.snapshot import PendingSnapshot, Snapshot
@@ -243,7 +243,7 @@ class RunKind(Protocol):
         ...
 
     def list_steps(
-        self, near: str, far: URL, heads: Mapping[int, object], line: Line
+        self, near: str, far: URL, heads: Mapping[int, object], line: RunLine
     ) -> tuple[list[dict[str, Any]], dict[str, str]]:
         """Return where each step is, as rows for `snapshot ls`, and what the states in the rows mean.
 

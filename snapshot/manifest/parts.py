@@ -28,7 +28,7 @@ _encoder = msgspec.json.Encoder()
 _HEAD = b'{"manifest":{'
 
 
-class Segment(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
+class IndexSegment(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
     """A range of a part's file: some entries, without the braces around them."""
 
     first: str
@@ -43,9 +43,9 @@ class PartIndex(msgspec.Struct, forbid_unknown_fields=True):
 
     numbers: list[str]
     """The ranks with which its paths begin."""
-    segments: list[Segment]
+    segments: list[IndexSegment]
 
-    def find(self, names: Sequence[str]) -> list[Segment]:
+    def find(self, names: Sequence[str]) -> list[IndexSegment]:
         """Return the segments that may have the entries of these names, under any rank, or entries below them."""
         firsts = [each.first for each in self.segments]
         found: set[int] = set()
@@ -124,7 +124,7 @@ def encode_own_part(manifest: Mapping[str, Any]) -> EncodedPart:
             return EncodedPart(data, len(manifest))
     at_once = max(1, SEGMENT // (2 * max(1, size)))
     made = bytearray(_HEAD)  # grows in place, since there may be hundreds of megabytes
-    segments: list[Segment] = []
+    segments: list[IndexSegment] = []
     for at in range(0, len(names), at_once):
         _add_segments(made, segments, entries, names[at : at + at_once], prefix)
     made += b'},"index":'
@@ -136,7 +136,7 @@ def encode_own_part(manifest: Mapping[str, Any]) -> EncodedPart:
 
 
 def _add_segments(
-    made: bytearray, segments: list[Segment], entries: Mapping[str, Any], names: Sequence[str], prefix: str
+    made: bytearray, segments: list[IndexSegment], entries: Mapping[str, Any], names: Sequence[str], prefix: str
 ) -> None:
     """Append entries as one segment, or as several if it would be too long."""
     before = len(made)
@@ -147,7 +147,7 @@ def _add_segments(
         if segments:
             made[start] = ord(",")
         digest = digest_range(memoryview(made)[start + 1 :])
-        segments.append(Segment(prefix + names[0], start + 1, len(made), digest))
+        segments.append(IndexSegment(prefix + names[0], start + 1, len(made), digest))
         return
     del made[before:]
     half = len(names) // 2
@@ -228,7 +228,7 @@ def decode_index(data: bytes | bytearray, part: PartEntry, where: object) -> Par
     return found
 
 
-def decode_segment(data: bytes | bytearray, segment: Segment, where: object) -> dict[str, Any]:
+def decode_segment(data: bytes | bytearray, segment: IndexSegment, where: object) -> dict[str, Any]:
     """Check and decode the entries of a segment."""
     if digest_range(data) != segment.digest:
         raise CorruptSnapshotError(

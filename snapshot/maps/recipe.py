@@ -317,30 +317,30 @@ class Spec(NamedTuple):
     shape: Shape
 
 
-class Part(NamedTuple):
+class RecipePart(NamedTuple):
     """The elements of a target that come from one source."""
 
     source: str
     grid: Grid
 
 
-class Target(NamedTuple):
+class RecipeTarget(NamedTuple):
     """A tensor that a map makes."""
 
     dtype: str
     shape: Shape
-    parts: tuple[Part, ...]
+    parts: tuple[RecipePart, ...]
 
     @staticmethod
-    def same(name: str, spec: Spec) -> Target:
+    def same(name: str, spec: Spec) -> RecipeTarget:
         """Return the target that equals a source."""
-        return Target(spec.dtype, spec.shape, (Part(name, Grid.identity(spec.shape)),))
+        return RecipeTarget(spec.dtype, spec.shape, (RecipePart(name, Grid.identity(spec.shape)),))
 
 
 class Made(NamedTuple):
     """The result of a recipe for one choice of its placeholders."""
 
-    targets: dict[str, Target]
+    targets: dict[str, RecipeTarget]
     ties: dict[str, str]
     """Names of further targets that are the same tensor as another one."""
     equal: list[tuple[str, str]]
@@ -478,7 +478,7 @@ class Recipe:
             if specs[other] != spec:
                 raise ValueError(f"{other} must equal {first}, but is {_text(specs[other])} instead of {_text(spec)}")
         target, *more = [each.fill(values) for each in self.targets]
-        made = Target.same(first, spec)._replace(dtype=self._cast(spec.dtype))
+        made = RecipeTarget.same(first, spec)._replace(dtype=self._cast(spec.dtype))
         return Made({target: made}, dict.fromkeys(more, target), [(first, other) for other in others])
 
     def _cast(self, dtype: str) -> str:
@@ -517,10 +517,10 @@ class Recipe:
                 for (place, numbers), source in sorted(found.items()):
                     at = dict(zip(self.stacked, map(int, numbers), strict=True))
                     grid = make_grid(sources[place], target, sizes, (number, place), (fixed, at))
-                    parts.append(Part(source, grid))
+                    parts.append(RecipePart(source, grid))
                 if sum(part.grid.numel for part in parts) != math.prod(shape):
                     raise ValueError(f"{name}: nothing fills the part that {NOTHING} stands for")
-                made[name] = Target(self._cast(first.dtype), shape, tuple(parts))
+                made[name] = RecipeTarget(self._cast(first.dtype), shape, tuple(parts))
         return Made(made, {}, [])
 
     def _empty_sizes(self, sources: Sequence[TensorAxes]) -> dict[str, int]:

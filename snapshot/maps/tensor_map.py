@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from snapshot.decoding import decode_json, decode_yaml
 from snapshot.errors import CorruptSnapshotError, RestoreError
-from snapshot.maps.recipe import Part, Recipe, Spec, Target, check_sizes
+from snapshot.maps.recipe import Recipe, RecipeTarget, Spec, check_sizes
 from snapshot.text import listed
 
 Others = Literal["error", "keep", "drop"]
@@ -24,7 +24,7 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 class MapPlan(NamedTuple):
     """The tensors that a map makes of given ones."""
 
-    targets: dict[str, Target]
+    targets: dict[str, RecipeTarget]
     ties: dict[str, str]
     """Name -> the target that it is the same tensor as."""
     equal: list[tuple[str, str]]
@@ -202,7 +202,7 @@ class TensorMap:
             elif self.others == "error":
                 wrong.append(f"{name}: no rule names it")
             elif self.others == "keep":
-                _add(plan, {name: Target.same(name, spec)}, {}, wrong)
+                _add(plan, {name: RecipeTarget.same(name, spec)}, {}, wrong)
             else:
                 plan.dropped.append(name)
         for (number, case), found in cases.items():
@@ -225,7 +225,7 @@ class TensorMap:
         return plan
 
 
-def _add(plan: MapPlan, targets: Mapping[str, Target], ties: Mapping[str, str], wrong: list[str]) -> None:
+def _add(plan: MapPlan, targets: Mapping[str, RecipeTarget], ties: Mapping[str, str], wrong: list[str]) -> None:
     for name in (*targets, *ties):
         if name in plan.targets or name in plan.ties:
             wrong.append(f"{name}: two rules make a tensor of this name")
@@ -355,4 +355,4 @@ def _read_config(config: Any) -> Mapping[str, Any]:
     return found
 
 
-__all__ = ["MapPlan", "Others", "Part", "Spec", "Target", "TensorMap"]
+__all__ = ["MapPlan", "Others", "RecipeTarget", "Spec", "TensorMap"]

@@ -118,7 +118,7 @@ class ShardBoxes(msgspec.Struct, array_like=True):
     """Offsets, sizes, and the replica number."""
 
 
-class Details(msgspec.Struct, array_like=True):
+class CandidateDetails(msgspec.Struct, array_like=True):
     """A rank's response to a request for details."""
 
     items: bytes = b""
@@ -137,7 +137,7 @@ class Settlement(msgspec.Struct, array_like=True):
     """(Rank, path, number of the box) that another rank writes."""
 
 
-def settle_details(details: Sequence[Details], speakers: Sequence[int]) -> Settlement:
+def settle_details(details: Sequence[CandidateDetails], speakers: Sequence[int]) -> Settlement:
     """Return the shared items and the writer of each box; raise if boxes or layouts contradict each other."""
     _check_layouts(details)
     common: set[bytes] | None = None
@@ -147,7 +147,7 @@ def settle_details(details: Sequence[Details], speakers: Sequence[int]) -> Settl
     return Settlement(b"".join(sorted(common or ())), _find_spare_boxes(details))
 
 
-def _check_layouts(details: Sequence[Details]) -> None:
+def _check_layouts(details: Sequence[CandidateDetails]) -> None:
     seen: dict[tuple[str, tuple[int, ...]], dict[int, str]] = defaultdict(dict)
     for rank, each in enumerate(details):
         for path, (layout, holders) in each.layouts.items():
@@ -167,7 +167,7 @@ def _check_layouts(details: Sequence[Details]) -> None:
         raise SnapshotError(f"all ranks must agree on the tensors that they share:{listed(faults)}")
 
 
-def _find_spare_boxes(details: Sequence[Details]) -> list[tuple[int, str, int]]:
+def _find_spare_boxes(details: Sequence[CandidateDetails]) -> list[tuple[int, str, int]]:
     """Return the boxes with several holders that need no write; raise if boxes overlap or are missing."""
     held: dict[str, list[tuple[int, int, ShardBoxes]]] = defaultdict(list)
     for rank, each in enumerate(details):

@@ -150,7 +150,7 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
             self.number, self.published, tuple(sorted(found.values(), key=lambda each: (each.number, each.name)))
         )
 
-    def with_copies(self, copies: Iterable[Copy]) -> Facts:
+    def with_copies(self, copies: Iterable[FactsCopy]) -> Facts:
         """Return the facts of a root with what hosts know. Copies of a run that was deleted there are left out."""
         found = list[Attempt]()
         for each in copies:
@@ -203,14 +203,14 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
         """
         return copy.tip is not None and not self.has(copy.tip.name)
 
-    def was_rolled_back(self, copy: Copy) -> bool:
+    def was_rolled_back(self, copy: FactsCopy) -> bool:
         """Return True if these, the facts of a root, are older than a host's copy: the run was not deleted there.
 
         Other attempts may have been published since, instead of those that are missing.
         """
         return self.lacks(copy.facts) and (copy.left or any(self.has(each.name) for each in copy.facts.published))
 
-    def expect_no_rollback(self, copies: Iterable[Copy], where: object) -> None:
+    def expect_no_rollback(self, copies: Iterable[FactsCopy], where: object) -> None:
         """Raise RolledBackError if the root `where`, which has these facts, was rolled back.
 
         Nothing is published again without a person: the root may have been put back on purpose, or is being deleted.
@@ -261,7 +261,7 @@ class Cut(NamedTuple):
     """Number of attempts between this one and the end of the line, as a negative number."""
 
 
-class Line:
+class RunLine:
     """The line of a run: the attempts that its last one descends from, each up to where the line left it."""
 
     def __init__(self, facts: Facts, tip: Attempt | None = None) -> None:
@@ -314,7 +314,7 @@ class Line:
         return one[1].replaces and (not known or self.age(one[1]) > self.age(other[1]))
 
 
-class Copy(NamedTuple):
+class FactsCopy(NamedTuple):
     """The facts in the folder of a run on one host."""
 
     run: str
@@ -343,7 +343,7 @@ class Settled(NamedTuple):
     """The attempt with which a new run begins."""
 
 
-def settle_run(root: Facts | None, hosts: Sequence[Sequence[Copy]], far: str) -> Settled:
+def settle_run(root: Facts | None, hosts: Sequence[Sequence[FactsCopy]], far: str) -> Settled:
     """Return the run that a job continues. `root`: the facts of the far root; None if it cannot be read.
 
     Raises:

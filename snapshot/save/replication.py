@@ -423,7 +423,7 @@ def _exchange_details(
     exchange: Exchange, flat: Flattened, found: ReplicaCandidates, answer: consensus.ConsensusReply
 ) -> tuple[frozenset[str], frozenset[tuple[str, int]]]:
     """Send the details that the leader requests. Return the replicated paths, and the boxes that other ranks write."""
-    details = consensus.Details()
+    details = consensus.CandidateDetails()
     if exchange.rank in answer.speakers:
         details.items = b"".join([*found.items.values(), *found.names.values()])
     for path, shards in flat.shards.items() if answer.boxes else ():
@@ -434,10 +434,10 @@ def _exchange_details(
         if not shards.is_open and exchange.ranks.among(shards.ranks or ()):
             details.layouts[path] = _layout_text(flat, path, shards), list(_holder_numbers(exchange, path, shards))
 
-    def settle(all_: list[consensus.Details]) -> consensus.Settlement:
+    def settle(all_: list[consensus.CandidateDetails]) -> consensus.Settlement:
         return consensus.settle_details(all_, answer.speakers)
 
-    settlement = exchange.agree(details, settle, consensus.Details, consensus.Settlement)
+    settlement = exchange.agree(details, settle, consensus.CandidateDetails, consensus.Settlement)
     common = set(split_digests(settlement.items))
     differ = [path for path, name in found.names.items() if name in common and found.items[path] not in common]
     if differ:

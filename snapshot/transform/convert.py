@@ -21,7 +21,7 @@ from snapshot.transform.call import (
     select_entries,
     selected_locations,
 )
-from snapshot.transform.export import Export, Plan, Request
+from snapshot.transform.export import Export, ExportPlan, ExportRequest
 from snapshot.transform.sources import CheckpointSource, reads_ranges
 from snapshot.transform.target import (
     Selection,
@@ -71,8 +71,8 @@ def write_checkpoint(
         url = URL(url.scheme, above or "/", url.query)
     export = Export(opened, choice)
     with target.open(operation, url, default_budget=opened.budget.limit) as made:
-        plan: Plan = registry.resolve(written, written.plan)(
-            export, Request(operation, opened, target, name, prepared, made)
+        plan: ExportPlan = registry.resolve(written, written.plan)(
+            export, ExportRequest(operation, opened, target, name, prepared, made)
         )
         overwrite = target.overwrite
         work = export.write(

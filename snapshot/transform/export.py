@@ -75,7 +75,7 @@ def name_tensors(entries: Mapping[str, Any], paths: Iterable[str]) -> dict[str, 
 KEPT_BY_TORCH = frozenset({"parameter", "requires_grad", "order"})
 
 
-class Plan(msgspec.Struct):
+class ExportPlan(msgspec.Struct):
     """The files of an export, and their contents."""
 
     kind: str
@@ -118,7 +118,7 @@ StandIns = dict[int, tuple[torch.Tensor, str, e.AnyTensor]]
 """Tensors without bytes in a state, with their paths and entries, by the ids of these tensors."""
 
 
-class Request(NamedTuple):
+class ExportRequest(NamedTuple):
     """What a format needs to plan an export, beside the checkpoint."""
 
     operation: Operation
@@ -135,7 +135,7 @@ class Request(NamedTuple):
 class ArchiveLeaves:
     """The tensors of one torch archive: leaves of a plan, one after the other."""
 
-    def __init__(self, plan: Plan, cast_dtype: Callable[[str], str]) -> None:
+    def __init__(self, plan: ExportPlan, cast_dtype: Callable[[str], str]) -> None:
         self._plan = plan
         self._cast_dtype = cast_dtype
         self._seen: dict[str, torch_save.AbsentTensor] = {}
@@ -165,7 +165,7 @@ class ArchiveLeaves:
 
 
 def lay_out_archive(
-    plan: Plan,
+    plan: ExportPlan,
     root: str,
     content: bytes,
     held: Mapping[str, bytes],
@@ -209,7 +209,7 @@ class Export:
 
     # Tensors by name: safetensors, GGUF
 
-    def add_named(self, plan: Plan, tensors: Sequence[tuple[str, str, e.AnyTensor, str]]) -> None:
+    def add_named(self, plan: ExportPlan, tensors: Sequence[tuple[str, str, e.AnyTensor, str]]) -> None:
         """Add the leaves of a file of safetensors: name, path, entry and dtype."""
         refused = [f"{path}: {dtype}" for _, path, _, dtype in tensors if dtype not in SAFETENSORS]
         if refused:
@@ -219,7 +219,7 @@ class Export:
         for name, _, entry, dtype in tensors:
             plan.leaf(name, dtype, tuple(entry.shape), entry)
 
-    def named_tensors(self, plan: Plan) -> Iterator[tuple[str, str, e.AnyTensor, str]]:
+    def named_tensors(self, plan: ExportPlan) -> Iterator[tuple[str, str, e.AnyTensor, str]]:
         """Yield name, path, entry and new dtype of each tensor, for a format that has only tensors."""
         names = name_tensors(
             self.entries, (path for path, entry in self.entries.items() if isinstance(entry, e.TENSORS))
@@ -244,7 +244,7 @@ class Export:
                 yield from target.tensor_changes(path, entry, KEPT_BY_TORCH)
         yield from target.memory_changes(self.entries, lambda *_: True)
 
-    def add_state(self, plan: Plan, name: str, value: Any, stands: StandIns, dtype: str | None = None) -> None:
+    def add_state(self, plan: ExportPlan, name: str, value: Any, stands: StandIns, dtype: str | None = None) -> None:
         """Add a file of torch.save with a part of a state. `dtype`: of its tensors, which are then plain."""
         leaves = ArchiveLeaves(plan, self.choice.cast_dtype)
 
@@ -290,7 +290,7 @@ class Export:
 
         return self.state(stand), stands
 
-    def stand_in_dict(self, plan: Plan) -> tuple[dict[Any, Any], StandIns]:
+    def stand_in_dict(self, plan: ExportPlan) -> tuple[dict[Any, Any], StandIns]:
         """Return the same for a format that has only dicts."""
         state, stands = self.stand_in_state()
         if isinstance(state, dict):
@@ -302,7 +302,7 @@ class Export:
 
     async def write(
         self,
-        plan: Plan,
+        plan: ExportPlan,
         target: Session,
         meter: Meter,
         *,
@@ -350,7 +350,7 @@ class Export:
         return ConvertReport(plan.kind, len(tensors), nbytes, left_out, names, changed=tuple(plan.changed))
 
 
-def _member_header(plan: Plan, name: str, size: int, number: int) -> torch_save.ArchiveMember:
+def _member_header(plan: ExportPlan, name: str, size: int, number: int) -> torch_save.ArchiveMember:
     """Return an archive member with the bytes of a leaf."""
     sums = plan.sums
     assert sums is not None

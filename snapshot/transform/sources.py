@@ -144,7 +144,7 @@ class FileStream(PartSource):
         await self._storage.read_into(passed.location, part.begin, [view], token=passed.token)
 
     def digests(self, file: FilePlan) -> FileDigests:
-        return Checked(file, self._files[id(file)])
+        return CheckedDigests(file, self._files[id(file)])
 
 
 class PlainDigest:
@@ -160,7 +160,7 @@ class PlainDigest:
         return "xxh3:" + self._digest.hexdigest(), b""
 
 
-class Checked(FileDigests):
+class CheckedDigests(FileDigests):
     """Digests a file's ranges, and raises as soon as one does not match."""
 
     def __init__(self, file: FilePlan, passed: CopiedFile) -> None:

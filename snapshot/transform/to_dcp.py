@@ -20,7 +20,7 @@ from snapshot.manifest import entries as e
 from snapshot.plan.layout import Extent, FilePlan
 from snapshot.text import listed
 from snapshot.transform import target
-from snapshot.transform.export import KEPT_BY_TORCH, ArchiveLeaves, Export, Plan, Request, lay_out_archive
+from snapshot.transform.export import KEPT_BY_TORCH, ArchiveLeaves, Export, ExportPlan, ExportRequest, lay_out_archive
 
 ALIGNMENT = 64
 _LANE = 16 << 20
@@ -37,9 +37,9 @@ class _Archive(msgspec.Struct):
     numbers: range
 
 
-def plan(export: Export, request: Request) -> Plan:
+def plan(export: Export, request: ExportRequest) -> ExportPlan:
     """Plan a folder. Its files are about equally large."""
-    made = Plan("dcp", sums={}, markers=(METADATA,), others=(document.METADATA,), more=r"__\d+_\d+\.distcp")
+    made = ExportPlan("dcp", sums={}, markers=(METADATA,), others=(document.METADATA,), more=r"__\d+_\d+\.distcp")
     lanes = request.operation.exchange.agree(request.destination.settings.lane_count(), sum, int, int)
     made.left_out += export.lose_classes()
     _expect_supported(export)
@@ -97,7 +97,7 @@ def _expect_supported(export: Export) -> None:
 
 
 def _pickle_object(
-    plan: Plan, export: Export, value: Any, stands: Mapping[int, Any]
+    plan: ExportPlan, export: Export, value: Any, stands: Mapping[int, Any]
 ) -> tuple[int, bytes | _Archive, list[str]]:
     """Return an object that DCP stores as one archive: the size of its tensors, the archive, and their paths.
 
@@ -121,7 +121,7 @@ def _pickle_object(
 
 
 def _plan_file(
-    plan: Plan, export: Export, where: str, items: list[tuple[str, Any]], placed: dict[str, tuple[str, int, int]]
+    plan: ExportPlan, export: Export, where: str, items: list[tuple[str, Any]], placed: dict[str, tuple[str, int, int]]
 ) -> FilePlan:
     """Plan a file with some items, and add the place of each."""
     extents: list[Extent] = []
@@ -144,7 +144,7 @@ def _plan_file(
     return FilePlan(b"", tuple(extents), position)
 
 
-def _wrap_tensor(plan: Plan, export: Export, name: str, entry: e.AnyTensor) -> _Archive:
+def _wrap_tensor(plan: ExportPlan, export: Export, name: str, entry: e.AnyTensor) -> _Archive:
     dtype, shape = export.choice.cast_dtype(entry.dtype), tuple(entry.shape)
     number = plan.leaf(name, dtype, shape, entry)
     return _Archive(torch_save.pickle_tensor(dtype, shape), {}, range(number, number + 1))

@@ -7,12 +7,12 @@ import json
 from snapshot.formats import dcp_notice, hugging_face
 from snapshot.manifest import document
 from snapshot.plan.layout import group_in_order, plan_exact_file
-from snapshot.transform.export import Export, Plan, Request
+from snapshot.transform.export import Export, ExportPlan, ExportRequest
 
 
-def plan(export: Export, request: Request) -> Plan:
+def plan(export: Export, request: ExportRequest) -> ExportPlan:
     """Plan one file, or a folder in Hugging Face's layout."""
-    made = Plan("safetensors")
+    made = ExportPlan("safetensors")
     export.add_named(made, list(export.named_tensors(made)))
     sizes = [leaf.nbytes for leaf in made.leaves]
     if request.name is not None:

@@ -19,7 +19,7 @@ from snapshot.formats.registry import Format
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import TensorEntry
 from snapshot.plan.layout import Extent, FilePlan
-from snapshot.transform.export import Plan
+from snapshot.transform.export import ExportPlan
 
 async def describe_file(storage, name, size, limit):
     count = (size - 4) // 4
@@ -37,7 +37,7 @@ DCP = Format("dcp", 1, "tiny:describe_folder")
 NUMBER = 7
 
 def plan(export, request):
-    made = Plan("mine")
+    made = ExportPlan("mine")
     tensors = list(export.named_tensors(made))
     export.add_named(made, tensors)
     end = 4

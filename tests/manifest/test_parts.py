@@ -10,10 +10,10 @@ from snapshot.manifest import parts
 from snapshot.manifest.document import encode
 from snapshot.manifest.entries import DictEntry, IntEntry, StrEntry
 from snapshot.manifest.parts import (
+    IndexSegment,
     ManifestPart,
     NumberedEntries,
     PartIndex,
-    Segment,
     decode_index,
     decode_part,
     decode_segment,
@@ -106,7 +106,7 @@ def rebuilt(change):
 
 def _moved(index):
     first, *rest = index.segments
-    return PartIndex(index.numbers, [Segment(first.first, first.begin, first.end - 1, first.digest), *rest])
+    return PartIndex(index.numbers, [IndexSegment(first.first, first.begin, first.end - 1, first.digest), *rest])
 
 
 def _dropped(index):
@@ -115,7 +115,7 @@ def _dropped(index):
 
 def _renamed(index):
     first, *rest = index.segments
-    return PartIndex(index.numbers, [Segment("0/another", first.begin, first.end, first.digest), *rest])
+    return PartIndex(index.numbers, [IndexSegment("0/another", first.begin, first.end, first.digest), *rest])
 
 
 def _numbered(index):
@@ -142,7 +142,7 @@ def test_manifest_part_index_must_be_where_the_manifest_says():
 
 
 def test_manifest_part_segments_outside_of_the_part_are_refused():
-    encoded, part = rebuilt(lambda index: PartIndex(index.numbers, [Segment("0/a", 0, 1 << 60, "xxh3:0")]))
+    encoded, part = rebuilt(lambda index: PartIndex(index.numbers, [IndexSegment("0/a", 0, 1 << 60, "xxh3:0")]))
     begin, end, _ = part.index
     with pytest.raises(CorruptSnapshotError, match="before the index"):
         decode_index(encoded.data[begin:end], part, "p")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from snapshot import SnapshotError
 from snapshot.plan.consensus import (
     FIRST,
-    Details,
+    CandidateDetails,
     RankRecord,
     ShardBoxes,
     compare_records,
@@ -54,7 +54,7 @@ def test_compare_records_accepts_a_cached_plan_only_for_its_structure():
 
 @given(st.lists(st.sets(st.integers(0, 30)), min_size=1, max_size=6))
 def test_settle_details_keeps_items_that_all_ranks_have(held):
-    details = [Details(b"".join(map(digest, sorted(items)))) for items in held]
+    details = [CandidateDetails(b"".join(map(digest, sorted(items)))) for items in held]
     common = settle_details(details, range(len(held))).items
     assert common == b"".join(map(digest, sorted(set.intersection(*map(set, held)))))
 
@@ -81,7 +81,7 @@ def test_consensus_finds_a_sharded_tensor_that_one_holder_lacks(tensors, data):
 
 
 def boxes(*held, shape=(6, 4), dtype="float32"):
-    return Details(boxes=[ShardBoxes("w", dtype, shape, [(box.offsets, box.sizes, 0) for box in held])])
+    return CandidateDetails(boxes=[ShardBoxes("w", dtype, shape, [(box.offsets, box.sizes, 0) for box in held])])
 
 
 @given(st.integers(1, 24), st.integers(1, 4), st.data())
@@ -100,8 +100,8 @@ def test_consensus_accepts_boxes_that_fill_a_tensor_and_writes_copies_once(most,
 
 
 def test_settle_details_names_layouts_that_contradict_each_other():
-    mine = Details(layouts={"w": ("S(0)", [0, 1])})
+    mine = CandidateDetails(layouts={"w": ("S(0)", [0, 1])})
     with pytest.raises(SnapshotError, match="rank 1 lacks the tensor"):
-        settle_details([mine, Details()], [])
+        settle_details([mine, CandidateDetails()], [])
     with pytest.raises(SnapshotError, match=r"w: S\(0\) on rank 0, S\(1\) on rank 1"):
-        settle_details([mine, Details(layouts={"w": ("S(1)", [0, 1])})], [])
+        settle_details([mine, CandidateDetails(layouts={"w": ("S(1)", [0, 1])})], [])

@@ -25,13 +25,13 @@ import xxhash
 
 from snapshot import Snapshot, SnapshotManager, StateDict
 from snapshot.io.url import URL
-from snapshot.runs.timeline import Attempt, Facts, Line
+from snapshot.runs.timeline import Attempt, Facts, RunLine
 from snapshot_bench.rounds import Workspace
 from snapshot_bench.workloads import random_tensors
 from snapshot_tiers import Near
 from snapshot_tiers.control import Host
 from snapshot_tiers.near_steps import HostView, NearFolder, StepView, take_census
-from snapshot_tiers.peers import PeerServer, Place, StepSources
+from snapshot_tiers.peers import PeerPlace, PeerServer, StepSources
 from tests.plugins.snapshot_bench.harness import Work, draw_rows, folder_of, time_rows
 
 MEMORY = "/dev/shm"
@@ -143,7 +143,7 @@ def _restore_near(near: Path, live: Any) -> None:
 
 def _restore_peer(run: Path, address: str, memory: Path, live: Any) -> None:
     [step] = NearFolder(str(run)).steps().values()
-    place = Place(step.save_id, [1], [[1]] * len(step.head.sizes()), far=False)
+    place = PeerPlace(step.save_id, [1], [[1]] * len(step.head.sizes()), far=False)
     hosts = [Host("a", "a", [0]), Host("b", "b", [1], address)]
     own = memory / "own" / "step-1"
     own.mkdir(parents=True, exist_ok=True)
@@ -223,7 +223,7 @@ def _receive_raw(port: int, buffers: Sequence[bytearray]) -> None:
 
 
 def _census() -> str:
-    line = Line(Facts(1, (Attempt("one", "run", 1),)))
+    line = RunLine(Facts(1, (Attempt("one", "run", 1),)))
     sizes = {f"data/0123456789ab-{rank}-{n}.safetensors": 1 << 30 for rank in range(8 * HOSTS) for n in range(2)}
     names = list(sizes)
     views = []

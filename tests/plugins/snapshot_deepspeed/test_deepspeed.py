@@ -22,7 +22,7 @@ from snapshot import load as load_weights
 from snapshot.errors import UnsupportedFormatError
 from snapshot.formats.flat_ranges import join_runs
 from snapshot.manifest.entries import ShardedTensorEntry, TensorEntry
-from snapshot_deepspeed.groups import Group, cut_parameter
+from snapshot_deepspeed.groups import FlatGroup, cut_parameter
 from snapshot_deepspeed.parts import JoinRules
 from tests.formats.remote_copies import on_s3
 from tests.helpers.stand_in_pickles import New, save
@@ -387,7 +387,7 @@ def test_deepspeed_slices_of_a_group_form_its_parameters(data):
     entries = [
         TensorEntry(str(rank), (0, 8 * each.numel()), "int64", (each.numel(),)) for rank, each in enumerate(flats)
     ]
-    group = Group(0, shapes, {"fp32": entries}, {}, paddings, count)
+    group = FlatGroup(0, shapes, {"fp32": entries}, {}, paddings, count)
     for name, slices in group.find_slices("fp32").items():
         joined = torch.cat([flats[each.rank][each.at : each.at + each.numel] for each in slices])
         assert torch.equal(joined, whole[name].flatten())

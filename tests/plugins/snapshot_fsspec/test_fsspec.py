@@ -817,7 +817,7 @@ def test_reader_counts_its_bytes_as_progress_of_the_attempt():
         await storage.put("file", b"0123456789")
         held = bytearray(9)
         sink = BufferSink(storage.url.join("file"), 1, [held], None)
-        attempt = retry.Attempt(RetryPolicy())
+        attempt = retry.RequestAttempts(RetryPolicy())
         attempt.began = attempt.heard = 0.0
         mounted = await storage._client.mount()
         await FsspecReader(storage._client, mounted.lane(), "file", sink).fill(attempt)

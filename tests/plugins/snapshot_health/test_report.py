@@ -9,7 +9,7 @@ import torch
 from snapshot import Snapshot, StateDict
 from snapshot.cli import main
 from snapshot.cli.listing import ListedItem
-from snapshot_health.report_verb import Span, _tree, timeline
+from snapshot_health.report_verb import TimedSpan, _tree, timeline
 
 
 def page(capsys, tmp_path, *argv, status=0):
@@ -97,7 +97,7 @@ def test_cli_report_trace_of_several_takes_draws_that_of_the_snapshot(tmp_path, 
 
 def test_report_spans_are_labelled_by_rank_and_take():
     def span(name, process, begin, **fields):
-        return Span(name, process, f"{name} 1", begin, 5, fields)
+        return TimedSpan(name, process, f"{name} 1", begin, 5, fields)
 
     spans = [
         *(span("stage", p, 0) for p in ("7", "8")),

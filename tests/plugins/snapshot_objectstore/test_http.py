@@ -590,7 +590,7 @@ def test_retry_of_an_attempt_that_times_out_names_the_seconds(monkeypatch):
 def test_retry_gains_time_with_bytes(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(retry, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    attempt = retry.Attempt(retry.RetryPolicy(5.0, 60.0))
+    attempt = retry.RequestAttempts(retry.RetryPolicy(5.0, 60.0))
     now[0] = 3.0
     attempt.progress()
     assert (attempt.began, attempt.heard) == (0.0, 3.0)

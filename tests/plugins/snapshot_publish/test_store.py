@@ -22,9 +22,9 @@ from snapshot_publish.store import (
     CLAIM,
     CONTRACT,
     INDEX,
-    Details,
-    Index,
+    IndexDetails,
     KnownVersion,
+    VersionIndex,
     VersionStore,
     check_file_name,
     decode_index,
@@ -45,7 +45,7 @@ def put(store, path, data=b""):
 
 
 def put_index(store, version, before=None, **details):
-    data = encode_index(version, before, {"w": "model-0.safetensors"}, Details(**details))
+    data = encode_index(version, before, {"w": "model-0.safetensors"}, IndexDetails(**details))
     put(store, f"{version_name(version)}/{INDEX}", data)
     return decode_index(data, version, "x")
 
@@ -96,7 +96,7 @@ def test_store_claim_ends_at_the_last_number(store, monkeypatch):
 
 def test_store_commit_needs_a_free_number(store):
     number = run(store.claim("p", "a"))
-    data = encode_index(number, None, {"w": "f.safetensors"}, Details())
+    data = encode_index(number, None, {"w": "f.safetensors"}, IndexDetails())
     run(store.commit(number, data, None))
     assert run(store.read_index(number)).files == {"w": "f.safetensors"}
     assert f"{version_name(number)}/{CLAIM}" not in files(store)
@@ -183,7 +183,7 @@ def test_store_read_of_a_missing_version_is_not_found(store):
 
 
 def test_index_is_decoded_as_encoded():
-    details = Details("p", 7, 2.5, "base", {"w": "digest"}, {"config.json": (3, "d")})
+    details = IndexDetails("p", 7, 2.5, "base", {"w": "digest"}, {"config.json": (3, "d")})
     data = encode_index(12, 11, {"b": "2.safetensors", "a": "1.safetensors"}, details, total_size=9)
     found = decode_index(data, 12, "x")
     assert (found.version, found.base, found.details) == (12, 11, details)
@@ -194,7 +194,7 @@ def test_index_is_decoded_as_encoded():
     assert "base_version" not in full["metadata"]
     assert decode_index(json.dumps(full).encode(), 99, "x").base is None
     assert found.by_file() == {"1.safetensors": ["a"], "2.safetensors": ["b"]}
-    both = Index(1, None, {"a": "x", "b": "x", "c": "y"}, details, "", {})
+    both = VersionIndex(1, None, {"a": "x", "b": "x", "c": "y"}, details, "", {})
     assert both.by_file() == {"x": ["a", "b"], "y": ["c"]}
 
 
@@ -317,7 +317,7 @@ def test_store_retire_deletes_old_leftovers_of_other_publishers(store, monkeypat
 
 def test_pull_failure_pause_grows_only_for_the_same_version(monkeypatch):
     def index(digest):
-        return Index(1, None, {}, Details(), digest, {})
+        return VersionIndex(1, None, {}, IndexDetails(), digest, {})
 
     now = [100.0]
     monkeypatch.setattr("snapshot_publish.subscriber.time.monotonic", lambda: now[0])

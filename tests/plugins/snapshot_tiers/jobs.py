@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from snapshot import SnapshotManager, StateDict
 from snapshot_tiers import Near
-from snapshot_tiers.control import ControlClient, Request, UploaderError
+from snapshot_tiers.control import ControlClient, ControlRequest, UploaderError
 from snapshot_tiers.uploader_process import find_runs, lock_folder, upload_by_hand
 
 ELEMENTS = 4000
@@ -74,7 +74,7 @@ def upload_all(near, far):
 def ask(folder, verb="status", **fields):
     client = ControlClient(str(folder))
     try:
-        return client.ask(Request(verb, **fields))
+        return client.ask(ControlRequest(verb, **fields))
     finally:
         client.close()
 

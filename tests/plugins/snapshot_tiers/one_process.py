@@ -26,7 +26,7 @@ from snapshot.save import take
 from snapshot.save.take_slots import TakeSlots
 from snapshot.storages.file.file_storage import FileStorage
 from snapshot_tiers import control, join, tier_set
-from snapshot_tiers.control import SILENT, Request, UploaderError, UploaderHungError, decode_status
+from snapshot_tiers.control import SILENT, ControlRequest, UploaderError, UploaderHungError, decode_status
 from snapshot_tiers.peers import PeerServer
 from snapshot_tiers.uploader import Act, Uploader
 from snapshot_tiers.uploader_process import HANGS, LINGER, LISTENED, OFFERED, _known_address, _listen_again
@@ -257,7 +257,7 @@ class Client:
 
     def ask(self, request, seconds=30.0):
         process = self._process
-        request = msgspec.json.decode(msgspec.json.encode(request), type=Request)
+        request = msgspec.json.decode(msgspec.json.encode(request), type=ControlRequest)
         if process.is_alive and process.hung_since is not None:
             if getattr(self._machines.here, "background", False):
                 raise Blocked

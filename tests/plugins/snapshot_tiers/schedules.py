@@ -15,7 +15,7 @@ from snapshot.io.session import Session
 from snapshot.io.url import URL
 from snapshot.runs import timeline
 from snapshot.runs.facts import FOLDER, read_facts
-from snapshot.runs.timeline import Copy, Facts, Line, Origin, Parent, RolledBackError, Standing, settle_run
+from snapshot.runs.timeline import Facts, FactsCopy, Origin, Parent, RolledBackError, RunLine, Standing, settle_run
 from snapshot_tiers import facts as stored
 from snapshot_tiers.facts import choose_attempt, mend_facts, publish_pending, read_copy, store_copy, sync_facts
 from snapshot_tiers.tier_set import TierSet
@@ -77,7 +77,7 @@ class Code:
         return read_copy(self.copy_of(h))
 
     def standing(self, facts, step, tip=None):
-        return Line(facts, tip).standing(step[0], f"{step[0]}-{step[1]}", Origin(RUN, 1, step[1], step[0]))
+        return RunLine(facts, tip).standing(step[0], f"{step[0]}-{step[1]}", Origin(RUN, 1, step[1], step[0]))
 
     def best(self, facts, steps, tip=None):
         on = [each for each in steps if self.standing(facts, each, tip) == Standing.ON]
@@ -86,7 +86,7 @@ class Code:
     # Trainers
 
     def start(self, t, h):
-        copy = Copy(RUN, self.known(h), frozenset(name for _, name in self.near[h]))
+        copy = FactsCopy(RUN, self.known(h), frozenset(name for _, name in self.near[h]))
         try:
             if self.is_down:
                 facts = settle_run(None, [[copy]] if copy.facts.last else [], FAR).facts
@@ -201,7 +201,7 @@ class Code:
     def commit(self, h):
         up = self.uploaders[h]
         found = run(read_facts(self.root))
-        if found.was_rolled_back(Copy(RUN, self.known(h))):
+        if found.was_rolled_back(FactsCopy(RUN, self.known(h))):
             up.phase, up.forked = "idle", True
         elif found.lacks(self.known(h)):
             up.phase = "end"
@@ -214,7 +214,7 @@ class Code:
     def land(self, h):
         up = self.uploaders[h]
         found = run(read_facts(self.root))
-        line = Line(found)
+        line = RunLine(found)
         same = {each for each in self.far if each[0] == up.step[0]}
         mine = ("", Origin(RUN, 1, up.step[1], up.step[0]))
         there = {each: (f"{each[0]}-{each[1]}", Origin(RUN, 1, each[1], each[0])) for each in same}
@@ -230,7 +230,7 @@ class Code:
         found = run(read_facts(self.root))
         if found.lacks(self.known(h)):
             self.far.discard(up.step)
-            up.forked = found.was_rolled_back(Copy(RUN, self.known(h)))
+            up.forked = found.was_rolled_back(FactsCopy(RUN, self.known(h)))
             up.phase = "idle" if up.forked else "end"
             return
         if self.standing(found, up.step) != Standing.ON:
@@ -261,7 +261,7 @@ class Code:
 
     def choose(self, h):
         facts = self.known(h)
-        copy = Copy(RUN, facts)
+        copy = FactsCopy(RUN, facts)
         root = run(read_facts(self.root))
         pending = root.with_copies([copy]).pending
         last = max(pending, key=lambda each: (each.number, self.names.index(each.name)))

@@ -27,12 +27,12 @@ from snapshot.runs.timeline import (
     KEY,
     NO_ORIGIN,
     Attempt,
-    Copy,
     Facts,
-    Line,
+    FactsCopy,
     Origin,
     Parent,
     RolledBackError,
+    RunLine,
     Settled,
     Standing,
     attempt_of,
@@ -185,14 +185,14 @@ def test_facts_without_vain_drops_conflicts_without_steps(known, stepped, kept):
     ],
 )
 def test_facts_expect_no_rollback_compares_with_copies(root, seen, left, lacks, rolled):
-    copy = Copy(RUN, seen, left=left)
+    copy = FactsCopy(RUN, seen, left=left)
     assert root.lacks(seen) == lacks
     assert root.was_rolled_back(copy) == rolled
     if not rolled:
         root.expect_no_rollback([copy], "far")
         return
     with pytest.raises(RolledBackError, match="far: the root was rolled back") as caught:
-        root.expect_no_rollback([Copy("", Facts()), copy], "far")
+        root.expect_no_rollback([FactsCopy("", Facts()), copy], "far")
     assert seen.tip.name in str(caught.value)
     assert (root.tip.name if root.tip else "the root has none") in str(caught.value)
 
@@ -200,9 +200,9 @@ def test_facts_expect_no_rollback_compares_with_copies(root, seen, left, lacks, 
 def test_facts_with_copies_leaves_out_a_deleted_run():
     gone = attempt("f", 1, run="f" * 12)
     copies = [
-        Copy(RUN, Facts(1, (A,), (OTHER,))),
-        Copy(gone.run, Facts(1, (gone,), (attempt("9", 2, gone, 1),))),  # the root lacks it
-        Copy(RUN, Facts(3, (A, B, C), ())),  # the root was rolled back
+        FactsCopy(RUN, Facts(1, (A,), (OTHER,))),
+        FactsCopy(gone.run, Facts(1, (gone,), (attempt("9", 2, gone, 1),))),  # the root lacks it
+        FactsCopy(RUN, Facts(3, (A, B, C), ())),  # the root was rolled back
     ]
     assert Facts(2, (A, B)).with_copies(copies) == Facts(2, (A, B), (OTHER, C))
 
@@ -214,7 +214,7 @@ def origin(each, order=1, *, replaces=False):
     return Origin(each.run, each.number, each.name, order, replaces)
 
 
-LINE = Line(Facts(3, (A, OTHER, B, C), (attempt("f", 9),)))
+LINE = RunLine(Facts(3, (A, OTHER, B, C), (attempt("f", 9),)))
 
 
 @pytest.mark.parametrize(
@@ -240,17 +240,17 @@ def test_line_standing_of_steps_around_the_cuts(step, save_id, of, standing):
 
 def test_line_cuts_follow_the_lowest_restored_step():
     back = attempt("f", 4, C, 15)
-    line = Line(Facts(4, (A, B, C, back)))
+    line = RunLine(Facts(4, (A, B, C, back)))
     assert {name[0]: (cut.step, cut.save_id, cut.age) for name, cut in line.cuts.items()} == {
         "f": (None, "", 0),
         "e": (15, "", -1),
         "b": (15, "", -2),
         "a": (10, "", -3),
     }
-    every = Line(Facts(2, (A, attempt("8", 2, A, None))))  # it began without a restore
+    every = RunLine(Facts(2, (A, attempt("8", 2, A, None))))  # it began without a restore
     assert every.standing(10**6, "", origin(A)) == Standing.ON
-    assert Line(Facts()).standing(1, "", NO_ORIGIN) == Standing.ON
-    assert Line(Facts(3, (A, B, C)), B).cuts.keys() == {A.name, B.name}
+    assert RunLine(Facts()).standing(1, "", NO_ORIGIN) == Standing.ON
+    assert RunLine(Facts(3, (A, B, C)), B).cuts.keys() == {A.name, B.name}
 
 
 def test_line_age_is_greater_for_a_later_take():
@@ -285,13 +285,13 @@ def test_settle_run_without_the_root_takes_the_run_used_last():
     old, new = attempt("1", 1, run="1" * 12), attempt("2", 1, run="2" * 12)
     assert settle_run(None, [[], []], "far") == Settled("", Facts())
     hosts = [
-        [Copy(old.run, Facts(1, (old,)), used=1), Copy(new.run, Facts(1, (new,)), used=2)],
-        [Copy(new.run, Facts(1, (new,), (attempt("3", 2, new, 4, run=new.run),)), frozenset(["3" * 12]))],
-        [Copy(old.run, Facts(1, (old,)), used=9)],
+        [FactsCopy(old.run, Facts(1, (old,)), used=1), FactsCopy(new.run, Facts(1, (new,)), used=2)],
+        [FactsCopy(new.run, Facts(1, (new,), (attempt("3", 2, new, 4, run=new.run),)), frozenset(["3" * 12]))],
+        [FactsCopy(old.run, Facts(1, (old,)), used=9)],
     ]
     found = settle_run(None, hosts, "far")
     assert (found.run, names(found.facts.published), names(found.facts.pending)) == (new.run, ["2"], ["3"])
-    both = Copy(RUN, Facts(1, (A,), (B, OTHER)), frozenset([B.name, OTHER.name]))
+    both = FactsCopy(RUN, Facts(1, (A,), (B, OTHER)), frozenset([B.name, OTHER.name]))
     with pytest.raises(RunForkedError, match=B.name):
         settle_run(None, [[both]], "far")
     assert settle_run(None, [[both._replace(stepped=frozenset([B.name]))]], "far").facts == Facts(1, (A,), (B,))
@@ -304,22 +304,22 @@ def test_settle_run_with_the_root_publishes_attempts_that_have_steps():
     assert settle_run(Facts(1, (first,)), [[]], "far") == Settled("", Facts(1, (first,)))  # the root is a copy
     assert settle_run(Facts(1, (first,)), [[]], "elsewhere").run == RUN
     assert settle_run(Facts(1, (attempt("a", 1),)), [[]], "far").run == RUN
-    copy = Copy(RUN, Facts(1, (A,), (here, OTHER)), frozenset([here.name]))
+    copy = FactsCopy(RUN, Facts(1, (A,), (here, OTHER)), frozenset([here.name]))
     assert settle_run(Facts(1, (A,)), [[copy]], "far") == Settled(RUN, Facts(1, (A,), (here,)))
     with pytest.raises(RunForkedError, match=here.name):
         settle_run(Facts(2, (A, OTHER)), [[copy]], "far")
     with pytest.raises(RolledBackError, match="far"):
-        settle_run(Facts(1, (A,)), [[Copy(RUN, AB)]], "far")
-    deleted = Copy("f" * 12, Facts(1, (attempt("f", 1, run="f" * 12),), ()), frozenset(["f" * 12]))
+        settle_run(Facts(1, (A,)), [[FactsCopy(RUN, AB)]], "far")
+    deleted = FactsCopy("f" * 12, Facts(1, (attempt("f", 1, run="f" * 12),), ()), frozenset(["f" * 12]))
     assert settle_run(Facts(1, (A,)), [[deleted]], "far") == Settled(RUN, Facts(1, (A,)))
 
 
 def test_copy_far_is_that_of_its_last_attempt_of_the_run():
     stranger = attempt("9", 3, run="9" * 12, far="strange")
     known = Facts(1, (attempt("a", 1, far="old"),), (attempt("b", 2, far="new"), stranger))
-    assert Copy(RUN, known).far == "new"
-    assert Copy(RUN, Facts(1, (attempt("a", 1, far="old"),))).far == "old"
-    assert Copy(RUN, Facts()).far == ""
+    assert FactsCopy(RUN, known).far == "new"
+    assert FactsCopy(RUN, Facts(1, (attempt("a", 1, far="old"),))).far == "old"
+    assert FactsCopy(RUN, Facts()).far == ""
 
 
 # Files
@@ -515,7 +515,7 @@ def spoil(storage, path, *, keep_digest=False, keep_text=False):
 )
 def test_mend_facts_writes_a_damaged_fact_again_from_a_copy_of_its_run(root, damage, before, copies, mended):
     put_facts(root, AB, *([before] if before else []))
-    held = [Copy(RUN, each) for each in copies]
+    held = [FactsCopy(RUN, each) for each in copies]
     assert run(mend_facts(root, held)) == AB
     spoil(root, path_of(2), **damage)
     if mended is None:
@@ -529,7 +529,7 @@ def test_mend_facts_writes_a_damaged_fact_again_from_a_copy_of_its_run(root, dam
 def test_mend_facts_of_a_damaged_record_names_it(root):
     run(root.put(RECORD, b"{"))
     with pytest.raises(CorruptSnapshotError, match=r"run\.json.*no host has a copy"):
-        run(mend_facts(root, [Copy(RUN, AB)]))
+        run(mend_facts(root, [FactsCopy(RUN, AB)]))
 
 
 def take(folder, step, of, order=1):
@@ -538,7 +538,7 @@ def take(folder, step, of, order=1):
 
 def test_find_left_marks_runs_with_steps_in_a_root_without_facts(tmp_path):
     far = tmp_path / "far"
-    copies = [Copy(RUN, AB), Copy("9" * 12, Facts(1, (attempt("9", 1, run="9" * 12),)))]
+    copies = [FactsCopy(RUN, AB), FactsCopy("9" * 12, Facts(1, (attempt("9", 1, run="9" * 12),)))]
     with Session(URL.parse(str(far)), None) as session:
         storage = session.storage
         assert run(find_left(storage, Facts(), copies)) == copies
@@ -550,7 +550,7 @@ def test_find_left_marks_runs_with_steps_in_a_root_without_facts(tmp_path):
         (far / "step-50").mkdir()
         (far / "step-50/.snapshot_metadata").write_bytes((far / "step-10/.snapshot_metadata").read_bytes() + b" ")
         assert run(find_left(storage, AB, copies)) == copies  # the root has facts
-        pending = [Copy(RUN, Facts(0, (), (A,)))]
+        pending = [FactsCopy(RUN, Facts(0, (), (A,)))]
         assert run(find_left(storage, Facts(), pending)) == pending
         assert [each.left for each in run(find_left(storage, Facts(), copies))] == [True, False]
         assert [each.left for each in run(find_left(storage, Facts(), copies[:1]))] == [True]
@@ -558,7 +558,7 @@ def test_find_left_marks_runs_with_steps_in_a_root_without_facts(tmp_path):
 
 def test_choose_attempt_publishes_all_pending_ones_and_the_choice_last(root):
     put_facts(root, Facts(2, (A, B)))
-    copies = [Copy(RUN, Facts(1, (A,), (OTHER,))), Copy(RUN, Facts(2, (A, B), (C,)))]
+    copies = [FactsCopy(RUN, Facts(1, (A,), (OTHER,))), FactsCopy(RUN, Facts(2, (A, B), (C,)))]
     with pytest.raises(SnapshotError, match=f"must be one of {A.name}, {B.name}, {OTHER.name}, {C.name}, got x"):
         run(choose_attempt(root, copies, "x", "host", "far"))
     found = run(choose_attempt(root, copies, OTHER.name, "host", "far"))
@@ -567,13 +567,13 @@ def test_choose_attempt_publishes_all_pending_ones_and_the_choice_last(root):
     choice = found.tip
     assert (choice.run, choice.number, choice.parent) == (RUN, 3, Parent(OTHER.name, None))
     assert (choice.host, choice.far) == ("host", "far")
-    assert Line(found).cuts.keys() == {choice.name, OTHER.name, A.name}
+    assert RunLine(found).cuts.keys() == {choice.name, OTHER.name, A.name}
     assert run(read_facts(root)) == found
 
 
 def test_choose_attempt_in_a_rolled_back_root_uses_up_the_numbers_that_hosts_know(root):
     put_facts(root, Facts(1, (A,)))
-    found = run(choose_attempt(root, [Copy(RUN, Facts(3, (A, B, C)))], C.name, "host", "far"))
+    found = run(choose_attempt(root, [FactsCopy(RUN, Facts(3, (A, B, C)))], C.name, "host", "far"))
     assert (found.number, found.tip.number, found.published[:-1]) == (4, 4, (A, B, C))
 
 
@@ -651,7 +651,7 @@ def test_copy_in_reads_attempts_from_the_steps_if_their_facts_are_lost(tmp_path)
     take(folder, 30, attempt("7", 1, run="7" * 12))
     store_copy(str(folder), Facts(1, (A,)))
     found = copy_in(str(folder))
-    assert found == Copy(RUN, Facts(1, (A,), (B,)), frozenset([A.name, B.name]), 0)
+    assert found == FactsCopy(RUN, Facts(1, (A,), (B,)), frozenset([A.name, B.name]), 0)
     (tmp_path / "link").symlink_to(folder)
     (tmp_path / "empty").mkdir()
     assert read_copies(str(tmp_path)) == [found]

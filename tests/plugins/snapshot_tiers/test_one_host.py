@@ -9,7 +9,7 @@ import torch
 from snapshot import KeepLatest, Snapshot, SnapshotExistsError, SnapshotManager, TakeOptions, Tolerate
 from snapshot.errors import SnapshotError, StorageError
 from snapshot_tiers import Near
-from snapshot_tiers.control import Request
+from snapshot_tiers.control import ControlRequest
 from tests.plugins.snapshot_tiers.jobs import (
     data_files,
     flip_keeping_time,
@@ -183,7 +183,7 @@ def test_uploader_is_shared_by_two_jobs(tmp_path, hosts):
     with manager_of(tmp_path / "far", hosts("a")) as one, manager_of(tmp_path / "far", hosts("a")) as other:
         one.take(10, state(10))
         other.take(20, state(20))
-        pids = {each._steps.joined.ask(Request("status")).pid for each in (one, other)}
+        pids = {each._steps.joined.ask(ControlRequest("status")).pid for each in (one, other)}
         assert len(pids) == 1
         with pytest.raises(SnapshotExistsError):
             other.take(10, state(11))

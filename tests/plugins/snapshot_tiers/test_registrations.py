@@ -6,7 +6,7 @@ import torch
 from snapshot import Snapshot, StateDict
 from snapshot.runs.timeline import KEY, Attempt, Facts, Origin, Parent
 from snapshot_tiers import uploader as uploader_module
-from snapshot_tiers.control import Host, Registration, Request, UploadState
+from snapshot_tiers.control import ControlRequest, Host, Registration, UploadState
 from snapshot_tiers.uploader import Act, Uploader
 
 RUN = "c" * 12
@@ -29,9 +29,9 @@ def test_uploader_with_jobs_registered_in_any_order_uploads_the_latest_attempt(t
         upload = None if attempt is FIRST else "latest"
         hosts = [Host("host", "host", [0])]
         given = Registration(RUN, facts, attempt.name, str(tmp_path / "far"), {}, upload, 0, hosts, 0, attempt.name)
-        uploader.handle(Request("register", given))
+        uploader.handle(ControlRequest("register", given))
     take(20, SECOND)
-    assert uploader.handle(Request("status")).steps[20].far == UploadState.QUEUED
+    assert uploader.handle(ControlRequest("status")).steps[20].far == UploadState.QUEUED
     assert set(accepted) == {FIRST.name, SECOND.name}
 
 
@@ -46,7 +46,7 @@ def test_uploader_ends_if_files_of_a_lost_host_are_missing(tmp_path, monkeypatch
     hosts = [Host("a", "a", [0]), Host("b", "b", [1])]
     facts = Facts(0, (), (FIRST,))
     given = Registration(RUN, facts, FIRST.name, str(tmp_path / "far"), {}, "latest", 0, hosts, 0, "secret")
-    uploader.handle(Request("register", given))
+    uploader.handle(ControlRequest("register", given))
     assert not uploader.is_idle()
     for _ in range(4):
         uploader._free = 0.0
@@ -55,7 +55,7 @@ def test_uploader_ends_if_files_of_a_lost_host_are_missing(tmp_path, monkeypatch
     assert uploader.is_idle()
     uploader.ends = uploader._free = 0.0
     assert uploader.upload_turn().act == Act.END
-    uploader.handle(Request("register", given))  # the next trainer may bring them
+    uploader.handle(ControlRequest("register", given))  # the next trainer may bring them
     assert not uploader.is_idle()
     uploader.close()
 
@@ -72,7 +72,7 @@ def test_uploader_does_not_treat_a_step_of_two_hosts_as_damaged_for_a_job_on_one
     def register(attempt, facts, hosts):
         far, secret = str(tmp_path / "far"), f"of {attempt.name}"
         given = Registration(RUN, facts, attempt.name, far, {}, "latest", 0, hosts, 0, secret)
-        uploader.handle(Request("register", given))
+        uploader.handle(ControlRequest("register", given))
 
     def states_after_turns():
         for _ in range(4):
@@ -96,7 +96,7 @@ def test_uploader_does_not_publish_an_attempt_of_a_job_that_ended(tmp_path):
     def register(attempt, facts, secret):
         uploader.jobs = lambda: {secret}
         given = Registration(RUN, facts, attempt.name, str(tmp_path / "far"), {}, "latest", 0, hosts, 0, secret)
-        uploader.handle(Request("register", given))
+        uploader.handle(ControlRequest("register", given))
 
     register(gone, Facts(1, (FIRST,), (gone,)), "of the job that is gone")
     assert uploader._names() == {gone.name}

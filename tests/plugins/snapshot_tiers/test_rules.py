@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from snapshot.runs.timeline import NO_ORIGIN, Attempt, Facts, Line, Parent, origin_of
+from snapshot.runs.timeline import NO_ORIGIN, Attempt, Facts, Parent, RunLine, origin_of
 from snapshot_tiers.control import UploadState, hosts_of, job_address, partners
 from snapshot_tiers.near_steps import HostView, StepView, take_census
 from snapshot_tiers.uploader import MOST_QUEUED, Act, QueueView, choose_next, dropped_steps, next_action, wanted_steps
@@ -89,7 +89,7 @@ def test_census_step_is_complete_if_the_hosts_together_have_every_file(held, cou
         )
         for at, files in enumerate(held)
     ]
-    [found] = take_census(views, Line(Facts(1, (Attempt("a", "r", 1),))), lambda _: sizes)
+    [found] = take_census(views, RunLine(Facts(1, (Attempt("a", "r", 1),))), lambda _: sizes)
     union = set().union(*held)
     assert set(found.missing) == {f"f{n}" for n in range(count) if n not in union}
     if not found.missing:
@@ -98,12 +98,12 @@ def test_census_step_is_complete_if_the_hosts_together_have_every_file(held, cou
 
 def test_census_ignores_a_file_with_another_size():
     view = HostView("a", [StepView(7, "s", ("r", 1, "a", 1, False), {"x": 9})])
-    [found] = take_census([view], Line(Facts(1, (Attempt("a", "r", 1),))), lambda _: {"x": 10})
+    [found] = take_census([view], RunLine(Facts(1, (Attempt("a", "r", 1),))), lambda _: {"x": 10})
     assert found.missing == ["x"]
 
 
 def test_census_leaves_out_steps_that_are_not_on_the_line():
-    line = Line(Facts(2, (Attempt("a", "r", 1), Attempt("b", "r", 2, Parent("a", 5)))))
+    line = RunLine(Facts(2, (Attempt("a", "r", 1), Attempt("b", "r", 2, Parent("a", 5)))))
     views = [
         HostView(
             "a",
@@ -118,7 +118,7 @@ def test_census_leaves_out_steps_that_are_not_on_the_line():
     ("suspect", "good", "chosen"), [("b", True, "a"), ("b", False, "b"), ("ab", True, "b"), ("", True, "b")]
 )
 def test_census_prefers_a_good_snapshot_of_a_step_to_a_later_suspect_one(suspect, good, chosen, order):
-    line = Line(Facts(2, (Attempt("a", "r", 1), Attempt("b", "r", 2, Parent("a", None)))))
+    line = RunLine(Facts(2, (Attempt("a", "r", 1), Attempt("b", "r", 2, Parent("a", None)))))
     views = [
         HostView(name, [StepView(7, name, ("r", 1, name, 1, False), {"x": 1}, ("NaN",) if name in suspect else ())])
         for name in "ab"

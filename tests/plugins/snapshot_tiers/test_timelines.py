@@ -18,7 +18,7 @@ from snapshot.cli import main
 from snapshot.errors import RunDeletedError, RunForkedError
 from snapshot.storages.file.file_storage import FileStorage
 from snapshot_tiers import Near, tier_set, tiered_steps
-from snapshot_tiers.control import Request
+from snapshot_tiers.control import ControlRequest
 from snapshot_tiers.facts import read_copy
 from snapshot_tiers.uploader_process import ensure_uploader
 from tests.plugins.snapshot_tiers.jobs import (
@@ -593,13 +593,13 @@ def test_uploader_that_is_stopped_does_not_delay_a_job_on_several_hosts(tmp_path
     folder = tmp_path / "run"
     folder.mkdir(mode=0o700)
     with contextlib.closing(ensure_uploader(str(folder), None)[0]) as client:
-        pid = client.ask(Request("status")).pid
+        pid = client.ask(ControlRequest("status")).pid
         os.kill(pid, signal.SIGSTOP)
     client, address = ensure_uploader(str(folder), "127.0.0.1")
     with contextlib.closing(client):
         assert address.startswith("127.0.0.1:")
         assert is_dead(pid)
-        client.ask(Request("stop"))
+        client.ask(ControlRequest("stop"))
     until(lambda: is_unlocked(folder))
 
 

@@ -19,10 +19,10 @@ from snapshot_tiers import control, uploader_process
 from snapshot_tiers.control import (
     SERVES,
     ControlClient,
+    ControlRequest,
     ControlServer,
     Host,
     Registration,
-    Request,
     Status,
     UploaderError,
     UploaderHungError,
@@ -37,7 +37,7 @@ from snapshot_tiers.control import (
 )
 from snapshot_tiers.facts import store_copy
 from snapshot_tiers.near_steps import PULLED, CensusStep, NearFolder
-from snapshot_tiers.peers import FAR, NEAR, PEER, PeerServer, Place, Replicas, StepSources, heal_step, place_of
+from snapshot_tiers.peers import FAR, NEAR, PEER, PeerPlace, PeerServer, Replicas, StepSources, heal_step, place_of
 from snapshot_tiers.uploader import Act, Uploader
 from snapshot_tiers.uploader_process import (
     ensure_uploader,
@@ -100,8 +100,8 @@ def far_steps(tmp_path):
 
 def test_uploader_sends_the_newest_step_and_publishes_its_attempt(tmp_path, folder, uploader):
     take(folder, 10, 20)
-    assert uploader.handle(Request("status")) == Status("", "", os.getpid(), jobs=1)
-    uploader.handle(Request("register", registration(tmp_path)))
+    assert uploader.handle(ControlRequest("status")) == Status("", "", os.getpid(), jobs=1)
+    uploader.handle(ControlRequest("register", registration(tmp_path)))
     assert states(uploader) == {10: "kept", 20: "queued"}
     assert turns(uploader) == ["look", 20, "tidy", "wait"]
     status = uploader.status()
@@ -118,7 +118,7 @@ def test_uploader_sends_the_newest_step_and_publishes_its_attempt(tmp_path, fold
 )
 def test_uploader_sends_the_steps_that_upload_names(tmp_path, folder, uploader, upload, far):
     take(folder, 10, 20, 30, 40)
-    uploader.handle(Request("register", registration(tmp_path, upload=upload)))
+    uploader.handle(ControlRequest("register", registration(tmp_path, upload=upload)))
     turns(uploader)
     assert far_steps(tmp_path) == far
     assert uploader.is_idle()
@@ -126,46 +126,46 @@ def test_uploader_sends_the_steps_that_upload_names(tmp_path, folder, uploader, 
 
 def test_uploader_want_and_drop_change_one_step(tmp_path, folder, uploader):
     take(folder, 10, 20, 30)
-    uploader.handle(Request("register", registration(tmp_path, upload=None)))
+    uploader.handle(ControlRequest("register", registration(tmp_path, upload=None)))
     assert states(uploader) == {10: "kept", 20: "kept", 30: "kept"}
     uploader.wake.clear()
-    uploader.handle(Request("status"))
+    uploader.handle(ControlRequest("status"))
     assert not uploader.wake.is_set()
-    assert uploader.handle(Request("want", step=10)).steps[10].far == UploadState.QUEUED
+    assert uploader.handle(ControlRequest("want", step=10)).steps[10].far == UploadState.QUEUED
     assert uploader.wake.is_set()
-    assert uploader.handle(Request("want", step=20)).steps[20].far == UploadState.QUEUED
-    assert uploader.handle(Request("want", step=99)).steps.keys() == {10, 20, 30}
-    assert uploader.handle(Request("drop", step=10)).steps[10].far == UploadState.DROPPED
-    assert uploader.handle(Request("drop", step=30)).steps[30].far == UploadState.KEPT  # was not wanted
+    assert uploader.handle(ControlRequest("want", step=20)).steps[20].far == UploadState.QUEUED
+    assert uploader.handle(ControlRequest("want", step=99)).steps.keys() == {10, 20, 30}
+    assert uploader.handle(ControlRequest("drop", step=10)).steps[10].far == UploadState.DROPPED
+    assert uploader.handle(ControlRequest("drop", step=30)).steps[30].far == UploadState.KEPT  # was not wanted
     turns(uploader)
     assert far_steps(tmp_path) == [20]
-    assert uploader.handle(Request("drop", step=20)).steps[20].far == UploadState.WHOLE
-    assert uploader.handle(Request("want", step=10)).steps[10].far == UploadState.QUEUED
+    assert uploader.handle(ControlRequest("drop", step=20)).steps[20].far == UploadState.WHOLE
+    assert uploader.handle(ControlRequest("want", step=10)).steps[10].far == UploadState.QUEUED
     turns(uploader)
     assert far_steps(tmp_path) == [10, 20]
-    assert uploader.handle(Request("ping")) == Status("", "", os.getpid())
+    assert uploader.handle(ControlRequest("ping")) == Status("", "", os.getpid())
 
 
 def test_uploader_forgets_a_step_that_was_removed_or_replaced(tmp_path, folder, uploader):
     take(folder, 10, 20)
-    uploader.handle(Request("register", registration(tmp_path)))
+    uploader.handle(ControlRequest("register", registration(tmp_path)))
     turns(uploader)
     shutil.rmtree(folder / "step-10")
     assert states(uploader) == {10: "kept", 20: "whole"}
-    uploader.handle(Request("status"))
+    uploader.handle(ControlRequest("status"))
     assert states(uploader) == {20: "whole"}
     shutil.rmtree(folder / "step-20")
     take(folder, 20, order=2, value=1)
-    uploader.handle(Request("status"))
+    uploader.handle(ControlRequest("status"))
     assert states(uploader) == {20: "queued"}
 
 
 def test_uploader_removes_steps_off_the_line(tmp_path, folder, uploader):
     take(folder, 10, 20)
-    uploader.handle(Request("register", registration(tmp_path)))
+    uploader.handle(ControlRequest("register", registration(tmp_path)))
     turns(uploader)
     take(folder, 15, of=B)
-    uploader.handle(Request("register", registration(tmp_path, Facts(2, (A, B)), B)))
+    uploader.handle(ControlRequest("register", registration(tmp_path, Facts(2, (A, B)), B)))
     assert states(uploader) == {10: "kept", 15: "queued"}
     assert not (folder / "step-20").exists()
     assert (tmp_path / "far/step-20").exists()  # others remove it
@@ -183,7 +183,7 @@ def test_uploader_leaves_steps_that_a_person_must_decide_about(tmp_path, folder,
     take(folder, 11, of=B)
     (tmp_path / "far/.run").mkdir(parents=True)
     (tmp_path / "far" / path_of(far.number)).write_bytes(encode_facts(far))
-    uploader.handle(Request("register", registration(tmp_path, Facts(1, (A,), (B,)), B)))
+    uploader.handle(ControlRequest("register", registration(tmp_path, Facts(1, (A,), (B,)), B)))
     if state == "queued":
         assert turns(uploader) == ["look", 11, "tidy", "wait"]
         assert uploader.status().number == 2
@@ -197,7 +197,7 @@ def test_uploader_leaves_steps_that_a_person_must_decide_about(tmp_path, folder,
     assert far_steps(tmp_path) == []
     chosen = (*far.published, B, Attempt("e" * 12, RUN, 3, Parent(B.name, None))) if state == "forked" else (A, B)
     (tmp_path / "far" / path_of(3)).write_bytes(encode_facts(Facts(3, chosen)))
-    uploader.handle(Request("register", registration(tmp_path, Facts(1, (A,), (B,)), B)))  # they are tried again
+    uploader.handle(ControlRequest("register", registration(tmp_path, Facts(1, (A,), (B,)), B)))  # they are tried again
     turns(uploader)
     assert far_steps(tmp_path) == [11]
 
@@ -207,7 +207,7 @@ def test_uploader_does_not_send_a_step_that_was_removed_far(tmp_path, folder, up
     save_id = NearFolder(str(folder)).steps()[10].save_id
     (tmp_path / "far/.pruned").mkdir(parents=True)
     (tmp_path / "far" / tombstone(save_id)).touch()
-    uploader.handle(Request("register", registration(tmp_path)))
+    uploader.handle(ControlRequest("register", registration(tmp_path)))
     turns(uploader)
     assert states(uploader) == {10: "outdated"}
     assert "was removed from" in uploader.status().steps[10].error
@@ -217,7 +217,7 @@ def test_uploader_does_not_send_a_step_that_was_removed_far(tmp_path, folder, up
 def test_uploader_pauses_longer_after_each_failure(tmp_path, folder, uploader):
     (tmp_path / "far").write_bytes(b"not a folder")
     take(folder, 10)
-    uploader.handle(Request("register", registration(tmp_path)))
+    uploader.handle(ControlRequest("register", registration(tmp_path)))
     pauses = []
     for _ in range(9):
         uploader._free = 0.0
@@ -227,7 +227,7 @@ def test_uploader_pauses_longer_after_each_failure(tmp_path, folder, uploader):
     assert "far" in uploader.status().error
     assert uploader.upload_turn().act == Act.WAIT
     (tmp_path / "far").unlink()
-    uploader.handle(Request("want", step=10))
+    uploader.handle(ControlRequest("want", step=10))
     assert (uploader._pause, uploader._free) == (0.0, 0.0)
     turns(uploader)
     assert far_steps(tmp_path) == [10]
@@ -236,15 +236,15 @@ def test_uploader_pauses_longer_after_each_failure(tmp_path, folder, uploader):
 
 @pytest.mark.parametrize("other", [{}, {"rate": 1e6}, {"compression": "zstd"}])
 def test_uploader_opens_the_far_root_again_for_a_trainer_with_other_options(tmp_path, folder, uploader, other):
-    uploader.handle(Request("register", registration(tmp_path)))
+    uploader.handle(ControlRequest("register", registration(tmp_path)))
     assert not uploader._open.reset
-    uploader.handle(Request("register", registration(tmp_path, **other)))
+    uploader.handle(ControlRequest("register", registration(tmp_path, **other)))
     assert uploader._open.reset == bool(other)
 
 
 def test_uploader_survives_an_unexpected_error_of_a_turn(tmp_path, folder, uploader, monkeypatch):
     take(folder, 10)
-    uploader.handle(Request("register", registration(tmp_path)))
+    uploader.handle(ControlRequest("register", registration(tmp_path)))
 
     def fail():
         raise ZeroDivisionError
@@ -259,7 +259,7 @@ def test_uploader_reports_damage_that_nobody_can_heal(tmp_path, folder, uploader
     take(folder, 10, 20)
     (path,) = (folder / "step-20/data").iterdir()
     spoil(path)
-    uploader.handle(Request("register", registration(tmp_path)))
+    uploader.handle(ControlRequest("register", registration(tmp_path)))
     turns(uploader)
     assert states(uploader) == {10: "kept", 20: "damaged"}
     assert far_steps(tmp_path) == []
@@ -293,13 +293,13 @@ def served(folder):
 def test_control_server_counts_the_jobs_of_its_connections(tmp_path, folder, served):
     requests, server = served
     first, second = ControlClient(str(folder)), ControlClient(str(folder))
-    assert first.ask(Request("ping")).jobs == 0
-    assert first.ask(Request("register", registration(tmp_path))).jobs == 1
-    assert first.ask(Request("register", registration(tmp_path))).jobs == 1  # the same connection
-    assert second.ask(Request("register", registration(tmp_path, secret="another"))).jobs == 2
+    assert first.ask(ControlRequest("ping")).jobs == 0
+    assert first.ask(ControlRequest("register", registration(tmp_path))).jobs == 1
+    assert first.ask(ControlRequest("register", registration(tmp_path))).jobs == 1  # the same connection
+    assert second.ask(ControlRequest("register", registration(tmp_path, secret="another"))).jobs == 2
     assert server.jobs() == {SECRET, "another"}
-    assert first.ask(Request("close")).jobs == 1
-    assert second.ask(Request("register")).jobs == 1
+    assert first.ask(ControlRequest("close")).jobs == 1
+    assert second.ask(ControlRequest("register")).jobs == 1
     second.close()
     wait_until(lambda: server.jobs() == set())
     first.close()
@@ -320,7 +320,7 @@ def test_control_client_errors_name_the_folder(folder):
     listening = listen(str(folder))
     client = ControlClient(str(folder), 5)
     with pytest.raises(UploaderHungError, match=r"did not answer within 0\.01 s") as caught:
-        client.ask(Request("ping"), 0.01)
+        client.ask(ControlRequest("ping"), 0.01)
     assert str(folder) in str(caught.value)
     client.close()
     listening.close()
@@ -339,7 +339,7 @@ def test_control_client_refuses_another_answer(folder, answer, message):
     thread.start()
     client = ControlClient(str(folder))
     with pytest.raises(UploaderError, match=message):
-        client.ask(Request("ping"))
+        client.ask(ControlRequest("ping"))
     thread.join()
     client.close()
     listening.close()
@@ -385,10 +385,10 @@ def test_uploader_link_connects_again_once(tmp_path, failures, verbs):
         return FakeClient(log, failures)
 
     link = UploaderLink(str(tmp_path), connect, lambda: registration(tmp_path))
-    assert link.ask(Request("status")).run == RUN
+    assert link.ask(ControlRequest("status")).run == RUN
     assert log == verbs
     log.clear()
-    assert link.ask(Request("want", step=3)).run == RUN
+    assert link.ask(ControlRequest("want", step=3)).run == RUN
     assert log == ["want"]
     assert not link.is_closed
     link.close()
@@ -407,7 +407,7 @@ def test_uploader_link_raises_after_two_failures_or_one_that_hangs(tmp_path, err
     link = UploaderLink(str(tmp_path), connect, lambda: registration(tmp_path))
     hangs = isinstance(error, UploaderHungError)
     with pytest.raises(UploaderHungError if hangs else UploaderError) as caught:
-        link.ask(Request("status"), 7)
+        link.ask(ControlRequest("status"), 7)
     assert log.count("connect") == (1 if hangs else 2)
     if hangs:
         assert "did not answer within 7 s" in str(caught.value)
@@ -492,10 +492,10 @@ def test_run_until_done_ends_after_the_last_trainer_and_step(tmp_path, folder):
 
     def train():
         client = ControlClient(str(folder))
-        client.ask(Request("register", registration(tmp_path)))
-        wait_until(lambda: client.ask(Request("status")).steps[10].far == UploadState.WHOLE)
-        found.append(client.ask(Request("status")).jobs)
-        client.ask(Request("close"))
+        client.ask(ControlRequest("register", registration(tmp_path)))
+        wait_until(lambda: client.ask(ControlRequest("status")).steps[10].far == UploadState.WHOLE)
+        found.append(client.ask(ControlRequest("status")).jobs)
+        client.ask(ControlRequest("close"))
         client.close()
 
     trainer = threading.Thread(target=train)
@@ -627,7 +627,7 @@ def pair(tmp_path):
 def register(tmp_path, uploaders, hosts, **options):
     given = [registration(tmp_path, hosts=hosts, index=at, replicas=1, **options) for at in range(2)]
     for uploader, each in zip(uploaders, given, strict=True):
-        uploader.handle(Request("register", each))
+        uploader.handle(ControlRequest("register", each))
     return given
 
 
@@ -647,12 +647,12 @@ def test_replicas_fetch_new_files_of_the_partner_once(tmp_path, pair):
                 folders[1] / f"step-{step}" / path
             ).read_bytes()
         assert (folders[1] / f"step-{step}" / PULLED).read_text() == f"data/{names[0]}\n"
-    found = other.handle(Request("status")).steps[20]
+    found = other.handle(ControlRequest("status")).steps[20]
     assert found.pulled == list(found.files)
     assert found.total == 0  # the partner sends them
     assert found.replicated
     assert one.pull_turn() == 0.5  # replicas are not fetched back
-    assert one.handle(Request("status")).steps[20].replicated
+    assert one.handle(ControlRequest("status")).steps[20].replicated
 
 
 def test_replicas_leave_out_older_and_other_snapshots(tmp_path, pair):
@@ -665,7 +665,7 @@ def test_replicas_leave_out_older_and_other_snapshots(tmp_path, pair):
     assert not (folders[1] / "step-10").exists()  # it was removed here
     assert (folders[1] / "step-30" / METADATA).exists()
     assert (folders[1] / "step-20" / METADATA).read_bytes() == before
-    assert not uploaders[1].handle(Request("status")).steps[20].replicated
+    assert not uploaders[1].handle(ControlRequest("status")).steps[20].replicated
 
 
 def test_replicas_of_a_silent_partner_are_incomplete(tmp_path, pair):
@@ -699,11 +699,11 @@ def test_heal_step_replaces_damage_by_the_copies_of_others(tmp_path, pair):
     spoil(path)
     spoil(copy)
     assert heal_step(folder, near, files, given[0]) == set(files)
-    uploaders[0].handle(Request("want", step=10))
+    uploaders[0].handle(ControlRequest("want", step=10))
     turns(uploaders[0])
     assert states(uploaders[0]) == {10: "damaged"}
     copy.write_bytes(good)
-    uploaders[0].handle(Request("want", step=10))
+    uploaders[0].handle(ControlRequest("want", step=10))
     turns(uploaders[0])
     assert path.read_bytes() == good
     assert far_steps(tmp_path) == [10]
@@ -740,16 +740,16 @@ def test_step_sources_are_this_host_then_others_then_far(tmp_path, pair):
         made.passed(name, found[1], "other")
         assert made.damaged == {name: "why"}
         made.close()
-    made = sources(0, Place(near.save_id, [0], [[1]], False))
+    made = sources(0, PeerPlace(near.save_id, [0], [[1]], False))
     assert [each and each.url.scheme for each in made.places(name)] == ["peer"]
     assert made.places("unknown") == [None]
     assert made.remote
     made.close()
-    silent = sources(0, Place(near.save_id, [1], [[1]], False), [hosts[0], Host("b", "b", [1])])
+    silent = sources(0, PeerPlace(near.save_id, [1], [[1]], False), [hosts[0], Host("b", "b", [1])])
     assert list(silent.places(name)) in ([], [None])
     silent.close()
 
 
 def test_place_of_names_some_hosts_of_each_file():
     census = CensusStep(1, "s", NO_ORIGIN, set(range(20)), {"b": 2, "a": 1}, {"b": list(range(12))})
-    assert place_of(census, far=True) == Place("s", list(range(16)), [[], list(range(8))], True)
+    assert place_of(census, far=True) == PeerPlace("s", list(range(16)), [[], list(range(8))], True)

@@ -8,9 +8,9 @@ import torch
 
 from snapshot import SnapshotError, SnapshotExistsError, SnapshotNotFoundError, StorageError, TakeOptions
 from snapshot.io.storage import ANYTHING
-from snapshot.runs.timeline import Line, Standing
+from snapshot.runs.timeline import RunLine, Standing
 from snapshot_tiers import facts
-from snapshot_tiers.control import Request, UploadState
+from snapshot_tiers.control import ControlRequest, UploadState
 from tests.plugins.snapshot_tiers.one_process import Job, Machines
 from tests.plugins.snapshot_tiers.oracle import FolderRoot, Wrong
 from tests.plugins.snapshot_tiers.spoiled_house import SpoiledHouse
@@ -64,13 +64,13 @@ def is_wrong(folder, theme, seeds):
 
 @pytest.mark.slow
 def test_near_run_oracle_finds_an_upload_of_undecided_steps(tmp_path, monkeypatch):
-    real = Line.standing
+    real = RunLine.standing
 
     def standing(self, step, save_id, origin):
         found = real(self, step, save_id, origin)
         return Standing.ON if found == Standing.UNDECIDED else found
 
-    monkeypatch.setattr(Line, "standing", standing)
+    monkeypatch.setattr(RunLine, "standing", standing)
     assert is_wrong(tmp_path, "forks", range(300))
 
 
@@ -83,7 +83,7 @@ def test_near_run_oracle_finds_a_publication_without_a_condition(tmp_path, monke
 @pytest.mark.slow
 def test_near_run_oracle_finds_that_abandoned_steps_count(tmp_path, monkeypatch):
     """All steps count, also those that the run has left."""
-    monkeypatch.setattr(Line, "standing", lambda *_: Standing.ON)
+    monkeypatch.setattr(RunLine, "standing", lambda *_: Standing.ON)
     assert is_wrong(tmp_path, "forks", range(300))
 
 
@@ -233,7 +233,7 @@ def test_upload_of_a_dropped_step_if_the_run_goes_back_to_it(run, tmp_path):
     assert restored(second, offline=True) == (10, 1)
     take(second, 20, 2)
     machines.clock.sleep(1)
-    assert second.tiers.ask(Request("status")).steps[10].far == UploadState.DROPPED
+    assert second.tiers.ask(ControlRequest("status")).steps[10].far == UploadState.DROPPED
     second.kill()
     process_of(machines, "b").kill()
     shutil.rmtree(tmp_path / "b")
