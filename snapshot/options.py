@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from snapshot.io.system import count_cores
 
 MiB = 1 << 20
 P = ParamSpec("P")
 R = TypeVar("R")
+Options = TypeVar("Options")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,22 +122,35 @@ def expect_positive(name: str, value: float | None) -> None:
         raise ValueError(f"{name} must be above 0, got {value}")
 
 
-def moved_names(
-    moved: Mapping[str, str], positions: int | None = None, instead: str = ""
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a function name the new spelling of an argument that it had before: `moved` has old name -> new spelling.
+def expect_options(options: object, kind: type) -> None:
+    """Raise TypeError unless options are of a kind."""
+    if not isinstance(options, kind):
+        raise TypeError(f"options must be {kind.__name__}(...), got {options!r}")
 
-    With `positions`, more positional arguments than these are arguments that it had, too: `instead` is their spelling.
+
+def with_given(options: Options, given: Mapping[str, Any]) -> Options:
+    """Return options with the arguments of a call that are not None, which go before them.
+
+    What has the wrong type is returned as it is: the error must be raised where it can be sent to the other ranks.
     """
+    if not dataclasses.is_dataclass(options) or isinstance(options, type):
+        return options
+    return dataclasses.replace(options, **{name: value for name, value in given.items() if value is not None})
+
+
+def with_options(kind: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a function say that an argument is a field of its options: `durable=` is `TakeOptions(durable=...)`."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        elsewhere = {field.name for field in dataclasses.fields(kind)} - inspect.signature(function).parameters.keys()
+
         @functools.wraps(function)
         def checked(*arguments: P.args, **named: P.kwargs) -> R:
-            old = next((name for name in named if name in moved), None)
-            if old is not None:
-                raise TypeError(f"{old}= has moved: pass {moved[old]}")
-            if positions is not None and len(arguments) > positions:
-                raise TypeError(f"{function.__name__}() takes {positions} arguments without a name: pass {instead}")
+            for name in named:
+                if name in elsewhere:
+                    raise TypeError(
+                        f"{function.__name__}() has no argument {name!r}: pass options={kind.__name__}({name}=...)"
+                    )
             return function(*arguments, **named)
 
         return checked

@@ -92,14 +92,13 @@ class PendingTake(PendingWork[None], Generic[T]):
         *,
         held: PendingCopy | None = None,
         save_id: str = "",
-        uploaded: WaitUploaded | None = None,
     ) -> None:
-        """Watch the take. `uploaded` waits for the upload of a snapshot that was taken near."""
         self._meter = meter
         self._snapshot = snapshot
         self._held = held
         self.save_id = save_id
-        self._uploaded = uploaded
+        self.uploaded: WaitUploaded | None = None
+        """Waits for the upload of a snapshot that was taken near."""
         super().__init__(path, work)
 
     def wait(self, until: float | Literal["near", "far"] | None = None, timeout: float | None = None) -> T:
@@ -116,8 +115,8 @@ class PendingTake(PendingWork[None], Generic[T]):
         deadline = None if timeout is None else time.monotonic() + timeout
         self._check_thread("wait()")
         self._result(timeout)
-        if until == "far" and self._uploaded is not None:
-            self._uploaded(self.save_id, None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if until == "far" and self.uploaded is not None:
+            self.uploaded(self.save_id, None if deadline is None else max(0.0, deadline - time.monotonic()))
         return self._snapshot
 
     def staged(self) -> bool:

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from snapshot import extensions
 from snapshot.distributed.group import ranks_of
@@ -15,7 +15,7 @@ from snapshot.events import emit
 from snapshot.io.loop import run
 from snapshot.io.session import Key, Seal, Session, signer_of
 from snapshot.io.url import URL, Location, expect_mapping, locate_source
-from snapshot.loading.choose import Accept, Cast, Mismatched, RestoreOptions, Unused
+from snapshot.loading.choose import RESTORE_OPTIONS, Accept, RestoreOptions, Unused
 from snapshot.loading.left_out import attach_base
 from snapshot.loading.mapping import dequantise_weights, map_checkpoint
 from snapshot.loading.open import KnownManifest, checkpoint_exists, open_restore
@@ -23,25 +23,20 @@ from snapshot.loading.read_object import read_object, read_state_dict
 from snapshot.loading.restore import Restore
 from snapshot.manifest.document import SnapshotMetadata, copy_manifest
 from snapshot.manifest.values import Entry
-from snapshot.options import moved_names
-from snapshot.pending import PendingTake, WaitUploaded
+from snapshot.options import expect_options, with_given, with_options
+from snapshot.pending import PendingTake
 from snapshot.plan.layout import SavePlan
 from snapshot.plan.names import Rename
 from snapshot.progress import ProgressArgument
 from snapshot.reports import ConvertReport, CopyReport, Diff, RestoreReport, TakeReport, VerifyReport
-from snapshot.save.findings import Guards
 from snapshot.save.observers import GROUP, HEALTH
 from snapshot.save.step_barrier import wait_for_copies
 from snapshot.save.take import AppState, StartedTake, plan_take, run_take, shown_once, start_take
 from snapshot.save.take_request import (
-    AllowPickle,
+    TAKE_OPTIONS,
     BaseArgument,
-    Compression,
-    Only,
-    Staging,
-    TakeRequest,
-    WhenBusy,
-    Worker,
+    TakeCall,
+    TakeOptions,
     find_keys,
     seal_with,
 )
@@ -57,11 +52,6 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
-TO_TARGET = {
-    name: f"Target(url, {name}=...) as the target"
-    for name in ("url", "to", "shard_bytes", "compression", "overwrite", "durable", "storage_options")
-}
-"""Arguments that the verbs had which write a checkpoint, and their new spelling."""
 
 
 def of_object(method: F) -> F:
@@ -159,7 +149,7 @@ class Snapshot:
     # Save
 
     @classmethod
-    @moved_names({"verify_writes": "read_back="})
+    @with_options(TakeOptions)
     def take(
         cls,
         path: str | os.PathLike[str],
@@ -170,22 +160,11 @@ class Snapshot:
         _custom_tensor_prepare_func: Prepare | None = None,
         *,
         overwrite: bool = False,
-        durable: bool = True,
-        exclude: Sequence[str] = (),
-        memory_budget_bytes: int | None = None,
-        check_replicated: bool = False,
-        read_back: bool | float = False,
         metadata: Mapping[str, Any] | None = None,
+        base: BaseArgument = None,
         progress: ProgressArgument = None,
         timeout: float | None = None,
-        plan: SavePlan | None = None,
-        base: BaseArgument = None,
-        only: Only | None = None,
-        compression: Compression | None = None,
-        sign: Key | None = None,
-        allow_pickle: AllowPickle = "warn",
-        guards: Guards = "suspect",
-        statistics: bool = False,
+        options: TakeOptions = TAKE_OPTIONS,
     ) -> Snapshot:
         """Save the application's state and return when it is committed.
 
@@ -202,36 +181,17 @@ class Snapshot:
                 may differ, its shape must not. For a sharded tensor it gets this rank's shard. A rank without a shard
                 passes an empty tensor and `tracing=True`, since all ranks must store one dtype.
             overwrite: Replace an existing snapshot. The old one stays whole until the new one is committed.
-            durable: Return only when the snapshot survives a loss of power.
-            exclude: Globs to leave out.
-            memory_budget_bytes: Host memory for staging; by default 64 MiB on files, 256 MiB elsewhere or with a GPU.
-            check_replicated: Also compare replicated values across ranks.
-            read_back: Read the written bytes back and compare them with their digests before the commit. True for
-                all bytes, or a fraction from 0 to 1, chosen at random. On files the page cache is dropped first, so
-                that the disk is read.
             metadata: A mapping of JSON values; it is returned as `snapshot.metadata.metadata`.
-            progress: True for a progress bar, or a function that is called with `Progress`.
-            timeout: Seconds without a heartbeat after which another rank counts as dead.
-            plan: A plan that `Snapshot.plan` returned for the same structure.
             base: An earlier snapshot. Its files whose tensors are unchanged are shared instead of written, if the
                 storage can. Each snapshot remains complete: any of them can be deleted or copied. With a list of two
                 bases, the newest first, the newest two snapshots always have separate physical copies. See
                 docs/incremental.md.
-            only: `"trainable"`: leave out frozen parameters (`requires_grad=False`) that are bit-equal in `base`. A
-                restore compares them with the live tensors, or reads them from the base.
-            compression: `"zstd"`: compress the data files without loss, which saves time on slow links. `"auto"`: only
-                if earlier takes of this process show that it does. See docs/compression.md.
-            sign: An Ed25519 private key: sign the snapshot, before it is committed. The path of a PEM file, or a key
-                object of `cryptography`. Ranks other than 0 may pass the public key. See docs/signatures.md.
-            allow_pickle: The action for objects that only a pickle can hold, which a restore refuses by default:
-                `"warn"`, `"error"`, or True to store them without a word. Message and error name each object.
-            guards: The action if the state looks wrong, such as NaN in a parameter: commit it as `"suspect"`, which a
-                manager keeps apart from good steps, only `"report"` it, or `"refuse"` to commit. `"off"` does not look.
-                See docs/guards.md.
-            statistics: Also store the norm, range, and counts of NaN and zero of each tensor, for `get_statistics`.
+            progress: True for a progress bar, or a function that is called with `Progress`.
+            timeout: Seconds without a heartbeat after which another rank counts as dead.
+            options: All other choices: `durable`, `exclude`, `compression`, ... See [](TakeOptions).
 
         Raises:
-            MissingExtraError: zstandard is not installed and `compression` is set, or cryptography and `sign`.
+            MissingExtraError: A package that an option needs is not installed, such as zstandard for `compression`.
             SnapshotExistsError: A snapshot exists at `path`; nothing was written.
             StorageError: A storage operation failed; partial files were deleted.
             CorruptSnapshotError: Bytes that were read back differ from the written ones; nothing was committed.
@@ -239,46 +199,21 @@ class Snapshot:
             UnsafeObjectError: An object needs a pickle, and `allow_pickle="error"`; nothing was written.
             SuspectStateError: A guard found something, and `guards="refuse"`; nothing was committed.
         """
-        options = partial(
-            TakeRequest,
+        call = TakeCall(
+            options,
             replicated=replicated,
             storage_options=storage_options,
             prepare=_custom_tensor_prepare_func,
             overwrite=overwrite,
-            durable=durable,
-            exclude=exclude,
-            memory_budget_bytes=memory_budget_bytes,
-            check_replicated=check_replicated,
-            read_back=read_back,
             metadata=metadata,
+            base=base,
             progress=progress,
             timeout=timeout,
-            plan=plan,
-            base=base,
-            only=only,
-            compression=compression,
-            sign=sign,
-            allow_pickle=allow_pickle,
-            guards=guards,
-            statistics=statistics,
         )
-        return cls.take_with(path, app_state, pg, options, timeout)
+        return cls._taken(*run_take(path, app_state, pg, call), pg, storage_options)
 
     @classmethod
-    def take_with(
-        cls,
-        path: str | os.PathLike[str],
-        app_state: AppState,
-        pg: ProcessGroup | None,
-        make_options: Callable[[], TakeRequest],
-        timeout: float | None,
-    ) -> Snapshot:
-        """Take with prepared options, whose errors are sent to the other ranks."""
-        place, report, options = run_take(path, app_state, pg, make_options, timeout)
-        return cls._taken(place, pg, options.storage_options, report)
-
-    @classmethod
-    @moved_names({"verify_writes": "read_back="})
+    @with_options(TakeOptions)
     def async_take(
         cls,
         path: str | os.PathLike[str],
@@ -289,42 +224,19 @@ class Snapshot:
         _custom_tensor_prepare_func: Prepare | None = None,
         *,
         overwrite: bool = False,
-        durable: bool = True,
-        exclude: Sequence[str] = (),
-        memory_budget_bytes: int | None = None,
-        check_replicated: bool = False,
-        read_back: bool | float = False,
         metadata: Mapping[str, Any] | None = None,
+        base: BaseArgument = None,
         progress: ProgressArgument = None,
         timeout: float | None = None,
-        plan: SavePlan | None = None,
-        base: BaseArgument = None,
-        only: Only | None = None,
-        compression: Compression | None = None,
-        sign: Key | None = None,
-        allow_pickle: AllowPickle = "warn",
-        guards: Guards = "suspect",
-        statistics: bool = False,
-        staging: Staging = "blocking",
-        worker: Worker = "thread",
-        when_busy: WhenBusy = "wait",
+        options: TakeOptions = TAKE_OPTIONS,
     ) -> PendingSnapshot:
-        """Save the application's current state in the background.
+        """Save the application's current state in the background. Arguments are those of `take`.
 
-        Accepts all arguments of `take`. When the call returns, the state has been copied to staging memory, so later
-        changes to the tensors do not reach the snapshot. Staging memory is kept for the next call. If the state
-        exceeds `memory_budget_bytes`, the call also waits until enough has been written for the rest to fit. The
-        default budget is half of the host's free memory, shared by the processes of a job. All pending takes share
-        the budget of the newest call.
+        When the call returns, the state has been copied to staging memory, so later changes to the tensors do not reach
+        the snapshot. Staging memory is kept for the next call. If the state exceeds the memory budget, the call also
+        waits until enough has been written for the rest to fit.
 
-        Args:
-            staging: `"blocking"`: the copy is complete when the call returns. `"overlapped"`: parameters and
-                optimizer state are copied during the next forward and backward pass. The next `optimizer.step()`,
-                `load_state_dict()` or `restore` waits for the copy. Call `wait_staged()` before changing parameters
-                in any other way.
-            worker: `"thread"`: threads of this process write. `"process"`: a separate process writes, with low CPU
-                and disk priority, without taking this interpreter's lock.
-            when_busy: If `SNAPSHOT_PENDING` takes (3 by default) are pending: `"wait"` for one of them, or `"raise"`.
+        The [](TakeOptions) `staging`, `worker` and `when_busy` choose how.
 
         Raises:
             SnapshotBusyError: The limit of pending takes is reached, and `when_busy="raise"`.
@@ -334,74 +246,40 @@ class Snapshot:
         >>> pending.wait().metadata.world_size
         1
         """
-        options = partial(
-            TakeRequest,
+
+        def pending(begun: StartedTake) -> PendingSnapshot:
+            snapshot = cls._taken(begun.path, begun.report, pg, storage_options)
+            return PendingSnapshot(
+                snapshot.path, begun.work, begun.meter, snapshot, held=begun.late, save_id=begun.save_id
+            )
+
+        call = TakeCall(
+            options,
             replicated=replicated,
             storage_options=storage_options,
             prepare=_custom_tensor_prepare_func,
             overwrite=overwrite,
-            durable=durable,
-            exclude=exclude,
-            memory_budget_bytes=memory_budget_bytes,
-            check_replicated=check_replicated,
-            read_back=read_back,
             metadata=metadata,
+            base=base,
             progress=progress,
             timeout=timeout,
-            plan=plan,
-            base=base,
-            only=only,
-            compression=compression,
-            sign=sign,
-            allow_pickle=allow_pickle,
-            guards=guards,
-            statistics=statistics,
-            staging=staging,
-            worker=worker,
-            when_busy=when_busy,
         )
-        return cls.async_take_with(path, app_state, pg, options, timeout)
-
-    @classmethod
-    def async_take_with(
-        cls,
-        path: str | os.PathLike[str],
-        app_state: AppState,
-        pg: ProcessGroup | None,
-        make_options: Callable[[], TakeRequest],
-        timeout: float | None,
-        *,
-        uploaded: WaitUploaded | None = None,
-    ) -> PendingSnapshot:
-        """Take in the background with prepared options, whose errors are sent to the other ranks."""
-
-        def pending(begun: StartedTake) -> PendingSnapshot:
-            snapshot = cls._taken(begun.path, pg, begun.storage_options, begun.report)
-            return PendingSnapshot(
-                snapshot.path,
-                begun.work,
-                begun.meter,
-                snapshot,
-                held=begun.late,
-                save_id=begun.save_id,
-                uploaded=uploaded,
-            )
-
-        return start_take(path, app_state, pg, make_options, make=pending, timeout=timeout)
+        return start_take(path, app_state, pg, call, pending)
 
     @classmethod
     def _taken(
         cls,
         path: str | os.PathLike[str],
+        report: TakeReport,
         pg: ProcessGroup | None,
         storage_options: Mapping[str, Any] | None,
-        report: TakeReport,
     ) -> Self:
         snapshot = cls(path, pg, storage_options)
         snapshot.report = report
         return snapshot
 
     @classmethod
+    @with_options(TakeOptions)
     def plan(
         cls,
         app_state: AppState,
@@ -411,11 +289,9 @@ class Snapshot:
         storage_options: Mapping[str, Any] | None = None,
         _custom_tensor_prepare_func: Prepare | None = None,
         *,
-        durable: bool = True,
-        exclude: Sequence[str] = (),
-        memory_budget_bytes: int | None = None,
+        options: TakeOptions = TAKE_OPTIONS,
     ) -> SavePlan:
-        """Plan a take without writing anything. The plan can be passed to `take`.
+        """Plan a take without writing anything. The plan can be passed to `take`, as `TakeOptions(plan=...)`.
 
         >>> import torch
         >>> from snapshot import StateDict
@@ -423,41 +299,26 @@ class Snapshot:
         5.0 KiB in 1 file, 1 range, 0 B staged at most
           0.safetensors: 5.0 KiB, 1 range
         """
-        options = partial(
-            TakeRequest,
-            replicated=replicated,
-            storage_options=storage_options,
-            prepare=_custom_tensor_prepare_func,
-            durable=durable,
-            exclude=exclude,
-            memory_budget_bytes=memory_budget_bytes,
+        call = TakeCall(
+            options, replicated=replicated, storage_options=storage_options, prepare=_custom_tensor_prepare_func
         )
-        return plan_take(path, app_state, pg, options)
+        return plan_take(path, app_state, pg, call)
 
     # Load
 
     @of_object
-    @moved_names({"include": "select="})
+    @with_options(RestoreOptions)
     def restore(
         self,
         app_state: AppState,
-        strict: bool = True,
+        strict: bool | None = None,
         *,
-        exact: bool = False,
-        mismatched: Mismatched = "error",
-        select: Sequence[str] = (),
-        exclude: Sequence[str] = (),
+        select: Sequence[str] | None = None,
         rename: Rename | None = None,
-        map: TensorMap | None = None,
-        cast: Cast = "error",
-        verify: bool = True,
-        atomic: bool = False,
-        memory_budget_bytes: int | None = None,
-        read_once: Literal["auto"] | bool = "auto",
-        base: str | os.PathLike[str] | Snapshot | None = None,
-        unused: Unused = "warn",
+        unused: Unused | None = None,
         progress: ProgressArgument = None,
         timeout: float | None = None,
+        options: RestoreOptions = RESTORE_OPTIONS,
     ) -> RestoreReport:
         """Restore the application's state, in place into the tensors that `state_dict()` returns.
 
@@ -467,29 +328,17 @@ class Snapshot:
         Args:
             app_state: The app state that was saved, or a part of it.
             strict: Raise if the snapshot lacks a name, if it has a module's name that the application lacks, or if
-                the optimizer is of another kind. With False, restore what matches and list the rest in the report.
-            exact: Remove the keys of a `StateDict` that the snapshot lacks; otherwise they keep their values.
-            mismatched: The action for a tensor of another shape: `"error"`, or `"skip"` to leave it unchanged.
+                the optimizer is of another kind. That is the default. With False, restore what matches and list the
+                rest in the report.
             select: Globs to restore; all by default.
-            exclude: Globs to leave out.
             rename: Names in the snapshot -> names in the application: a function, or a dict of paths, of prefixes
                 (`{"model/a": "model/enc"}`), or of globs (`{"model/h.*.w": "model/layers.*.w"}`).
-            map: Recipes that turn the snapshot's tensors into those of the application: other names, splits, stacks
-                and transpositions. All other arguments refer to the new names.
-            cast: Whether a dtype may differ: `"error"`, `"same_kind"` (as `torch.can_cast` has it) or `"any"`.
-            verify: Verify the digest of every byte that is read.
-            atomic: Verify every byte before any live tensor is written. This reads everything twice.
-            memory_budget_bytes: Host memory for reads that cannot go to their destination directly. The default is 64
-                MiB for files, and 256 MiB for other storages or with a GPU.
-            read_once: Whether one rank reads replicated data and sends it to the others.
-            base: The base of a snapshot that was taken with `only="trainable"`, or a copy of the base. What the
-                snapshot left out is read from there. Without it, that is compared with the live tensors, and any
-                difference is an error, also with `strict=False`.
             unused: The action for keys of the snapshot that `app_state` lacks, such as a forgotten optimizer: `"warn"`
-                logs one line, `"error"` raises, and `"ignore"` is silent. The report lists them, except with
-                `"ignore"`. Keys that `select` or `exclude` leave out do not count.
+                logs one line, `"error"` raises, and `"ignore"` is silent; `"warn"` by default. The report lists them,
+                except with `"ignore"`. Keys that `select` or `exclude` leave out do not count.
             progress: True for a progress bar, or a function that is called with `Progress`.
             timeout: Seconds without a heartbeat after which another rank counts as dead.
+            options: All other choices: `exclude`, `mismatched`, `cast`, `map`, ... See [](RestoreOptions).
 
         Raises:
             SnapshotNotFoundError: No snapshot exists at the path.
@@ -498,28 +347,15 @@ class Snapshot:
             CorruptSnapshotError: A digest or a file size is wrong. `touched` names the live tensors that were
                 written.
         """
-        return self.restore_with(
-            app_state,
-            RestoreOptions(
-                strict=strict,
-                exact=exact,
-                mismatched=mismatched,
-                select=select,
-                exclude=exclude,
-                rename=rename,
-                map=map,
-                cast=cast,
-                verify=verify,
-                atomic=atomic,
-                memory_budget_bytes=memory_budget_bytes,
-                read_once=read_once,
-                base=base,
-                unused=unused,
-                progress=progress,
-                timeout=timeout,
-            ),
-            set(),
-        )
+        given = {
+            "strict": strict,
+            "select": select,
+            "rename": rename,
+            "unused": unused,
+            "progress": progress,
+            "timeout": timeout,
+        }
+        return self.restore_with(app_state, with_given(options, given), set())
 
     def restore_with(
         self,
@@ -529,21 +365,23 @@ class Snapshot:
         accept: Accept | None = None,
         seal: Seal | None = None,
     ) -> RestoreReport:
-        """Restore with prepared options. See `Restore` for `touched`.
+        """Restore for a manager. See `Restore` for `touched`.
 
         `accept` may refuse the manifest, by an error. `seal` is the check that the files must pass, if not this
         object's.
         """
         wait_for_copies()
+        known = options if isinstance(options, RestoreOptions) else RESTORE_OPTIONS  # for now: the check is below
         with operation(
             "restore",
             self._url,
             pg=self.pg,
             ranks=True,
-            budget=options.memory_budget_bytes,
-            progress=shown_once(options.progress, self.pg),
-            timeout=options.timeout,
+            budget=known.memory_budget_bytes,
+            progress=shown_once(known.progress, self.pg),
+            timeout=known.timeout,
         ) as op:
+            expect_options(options, RestoreOptions)
             options.check()
             check_app_state(app_state)
             seal = seal or self.seal
@@ -776,7 +614,6 @@ class Snapshot:
     # Convert
 
     @of_object
-    @moved_names(TO_TARGET, 2, "Target(url, to) as the target")
     def convert(
         self,
         target: str | os.PathLike[str] | Target,
@@ -831,7 +668,6 @@ class Snapshot:
             return convert_checkpoint(op, self.location, made, choice)
 
     @of_object
-    @moved_names(TO_TARGET, 2, "select=... by its name")
     def copy(
         self,
         target: str | os.PathLike[str] | Target,

@@ -10,7 +10,6 @@ import torch
 
 from snapshot.distributed.operation import operation
 from snapshot.maps.tensor_map import TensorMap
-from snapshot.options import moved_names
 from snapshot.plan.names import Rename
 from snapshot.progress import ProgressArgument
 from snapshot.snapshot import Snapshot
@@ -19,10 +18,6 @@ if TYPE_CHECKING:
     from snapshot.transform.load import Parts
 
 
-SOURCE = "Snapshot(path, storage_options=..., allow_pickle=..., key=...) as the source"
-
-
-@moved_names({"url": "source", "plan": "parts=", **dict.fromkeys(("storage_options", "allow_pickle", "key"), SOURCE)})
 def load(
     source: str | os.PathLike[str] | Snapshot,
     *,

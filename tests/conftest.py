@@ -19,7 +19,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
-from snapshot import events
+from snapshot import TakeOptions, events
 from tests.helpers.browser import browser  # noqa: F401 - a fixture
 from tests.helpers.installed import install  # noqa: F401 - a fixture
 from tests.helpers.rank_pool import Pool
@@ -346,4 +346,4 @@ def writer_process(tmp_path_factory):
     from snapshot import Snapshot, StateDict
 
     state = {"s": StateDict(x=torch.ones(1 << 20))}
-    Snapshot.async_take(tmp_path_factory.mktemp("first") / "s", state, worker="process").wait()
+    Snapshot.async_take(tmp_path_factory.mktemp("first") / "s", state, options=TakeOptions(worker="process")).wait()

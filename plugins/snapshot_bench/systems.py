@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
-from snapshot import Snapshot, StateDict
+from snapshot import RestoreOptions, Snapshot, StateDict, TakeOptions
 from snapshot.io.url import options_from_environment
 from snapshot.options import Settings
 from snapshot_bench.raw_io import (
@@ -151,14 +151,16 @@ class Ours(Competitor):
         }
 
     def save(self, where: str, durable: bool = False) -> None:
-        self._take(where, durable=durable)
+        self._take(where, options=TakeOptions(durable=durable))
 
     def _take(self, where: str, **arguments: Any) -> None:
         taken = Snapshot.take(where, self.app_state, storage_options=options_from_environment(), **arguments)
         self.written_bytes = taken.report.written_bytes if taken.report else None
 
     def load(self, where: str, verify: bool = True) -> None:
-        Snapshot(where, storage_options=options_from_environment()).restore(self.app_state, verify=verify)
+        Snapshot(where, storage_options=options_from_environment()).restore(
+            self.app_state, options=RestoreOptions(verify=verify)
+        )
 
     def start(
         self,
@@ -169,11 +171,12 @@ class Ours(Competitor):
         worker: Literal["thread", "process"] = "thread",
         budget: int | None = None,
     ) -> Started:
-        options = options_from_environment()
         pending = Snapshot.async_take(
-            where, self.app_state, storage_options=options, durable=durable, staging=staging, worker=worker,
-            memory_budget_bytes=budget,
-        )  # fmt: skip
+            where,
+            self.app_state,
+            storage_options=options_from_environment(),
+            options=TakeOptions(durable=durable, staging=staging, worker=worker, memory_budget_bytes=budget),
+        )
         overlapped = staging == "overlapped"
         return Started(pending.wait, pending.wait_staged if overlapped else None, waits_itself=overlapped)
 

@@ -12,6 +12,7 @@ import inspect
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -110,13 +111,13 @@ class SnapshotCheckpointEngine:
         """
         caller = getattr(inspect.currentframe(), "f_back", None)
         if self._files is not None and caller and caller.f_code.co_name == "save_checkpoint":
-            self._begin(Snapshot.async_take_with if self._asynchronous else Snapshot.take_with)
+            self._begin(Snapshot.async_take if self._asynchronous else Snapshot.take)
         return True
 
     def commit(self, info: Any) -> bool:
         """Write the checkpoint, and return when it is committed. Raise on all ranks if that failed."""
         if self._files is not None:
-            self._begin(Snapshot.take_with)
+            self._begin(Snapshot.take)
         return True
 
     def get_commit_info(self) -> None:
@@ -164,9 +165,8 @@ class SnapshotCheckpointEngine:
         files, self._files = self._files or {}, None
         folder = _tag_folder(info)
         state = {name: _Contents(content, str(folder / name)) for name, content in files.items()}
-        request = partial(self._options.at, None, overwrite=True, metadata=None, allow_pickle="error")
         self._read = None
-        taken = take(str(folder / FOLDER), state, None, request, self._options.timeout)
+        taken = take(folder / FOLDER, state, overwrite=True, options=replace(self._options, allow_pickle="error"))
         names = info.save_latest and _is_leader()
         if isinstance(taken, PendingSnapshot):
             self._pending, self._named = taken, threading.Event()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from importlib import import_module
@@ -146,9 +147,9 @@ class _Storage:
         **__: Any,
     ) -> _Save | None:
         state = MegatronState({**sharded_state_dict, _METADATA: content_metadata})
-        request = partial(self.options.at, None, overwrite=True, metadata=None, allow_pickle="error")
-        take = Snapshot.async_take_with if async_sharded_save else Snapshot.take_with
-        taken = take(str(checkpoint_dir), {KEY: state}, None, request, self.options.timeout)
+        take: Any = Snapshot.async_take if async_sharded_save else Snapshot.take
+        options = replace(self.options, allow_pickle="error")
+        taken = take(str(checkpoint_dir), {KEY: state}, overwrite=True, options=options)
         return _Save(taken) if isinstance(taken, PendingSnapshot) else None
 
     def load_common_state_dict(self, checkpoint_dir: Any) -> Any:

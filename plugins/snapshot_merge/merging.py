@@ -26,10 +26,9 @@ from snapshot.manifest.document import find_locations
 from snapshot.manifest.entries import AnyTensor
 from snapshot.manifest.paths import decode_component
 from snapshot.manifest.rank_view import make_rank_view, suggest_names
-from snapshot.options import moved_names
 from snapshot.progress import Meter, ProgressArgument
 from snapshot.reports import ConvertReport
-from snapshot.snapshot import TO_TARGET, Snapshot
+from snapshot.snapshot import Snapshot
 from snapshot.state.leaves import Leaf
 from snapshot.tensors import composite
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE
@@ -47,7 +46,6 @@ from snapshot.transform.convert import expect_writable, write_checkpoint
 from snapshot.transform.diff_bytes import Pair, compare_pairs
 from snapshot.transform.sources import CheckpointSource, reads_ranges
 from snapshot.transform.target import Selection, Target
-from snapshot.weights import SOURCE
 from snapshot_merge.mixing import MixedSource, Piece, Run
 
 # Arithmetic of a merge: tensors of several checkpoints become one, element by element, in order of the checkpoints.
@@ -489,15 +487,6 @@ def _compare(
     return ()
 
 
-@moved_names(
-    {
-        **TO_TARGET,
-        **dict.fromkeys(("source_options", "allow_pickle", "key"), SOURCE),
-        **dict.fromkeys(("lora", "map"), "it to merge_lora(base, adapter, target)"),
-    },
-    2,
-    "Target(url, to) as the target",
-)
 def merge(
     sources: Sequence[str | os.PathLike[str] | Snapshot],
     target: str | os.PathLike[str] | Target,

@@ -26,7 +26,7 @@ from snapshot.io.url import URL
 from snapshot.manager.policies import Policy, checked_policy
 from snapshot.manifest.document import LONGEST_HEADER
 from snapshot.maps.recipe import RecipeTarget
-from snapshot.options import Settings, expect_positive, moved_names
+from snapshot.options import Settings, expect_positive
 from snapshot.pending import PendingWork
 from snapshot.tensors.digest import digest_bytes, digest_range
 from snapshot.tensors.split_zstd import load_zstd
@@ -349,7 +349,6 @@ class Publisher:
     Published(version=2, step=200, base=1)
     """
 
-    @moved_names({"keep_full": "keep=..."})
     def __init__(
         self,
         url: str | os.PathLike[str],

@@ -239,14 +239,8 @@ class TieredSteps(Steps):
         """Take a step near, or far, in the background. A pending near take can be waited for until it is far."""
         if not begun.place.near:
             return super().async_take(begun, app_state)
-        pending = Snapshot.async_take_with(
-            begun.place.path,
-            app_state,
-            self.pg,
-            begun.request,
-            begun.timeout,
-            uploaded=partial(self.joined.wait_far, begun.step),
-        )
+        pending = super().async_take(begun, app_state)
+        pending.uploaded = partial(self.joined.wait_far, begun.step)
         self._took(pending)
         pending.work.add_done_callback(self._ended_near)
         return pending

@@ -112,19 +112,19 @@ class SnapshotCheckpointIO(_TorchCheckpointIO):  # type: ignore[misc]
         self._settle()
         new = NewFolder.of(path)
         name = _place(path) if new is None else new.aside
-        request = partial(
-            self._options.at,
-            storage_options or self._storage_options,
-            overwrite=True,
-            metadata={KEY: {"keys": list(checkpoint)}},
-        )
+        arguments: dict[str, Any] = {
+            "storage_options": storage_options or self._storage_options,
+            "overwrite": True,
+            "metadata": {KEY: {"keys": list(checkpoint)}},
+            "options": self._options,
+        }
         state, group = _app_state(checkpoint), group_of_this_rank()
         if self._asynchronous:
             self._named = Future()
-            self._pending = Snapshot.async_take_with(name, state, group, request, self._options.timeout)
+            self._pending = Snapshot.async_take(name, state, group, **arguments)
             self._pending.work.add_done_callback(partial(_end_save, new, self._doomed, self._named))
         else:
-            Snapshot.take_with(name, state, group, request, self._options.timeout)
+            Snapshot.take(name, state, group, **arguments)
             if new is not None:
                 new.name()
 
@@ -338,19 +338,16 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
         options, replicated = self._options, self._options.replicated
         if several and replicated is None:
             replicated = ["state_dict", "optimizer_states"]
-        request = partial(
-            options.at,
-            self._storage_options,
+        noted = {KEY: {"keys": list(checkpoint), "in_epoch": in_epoch, "step": step}}
+        self._pending = Snapshot.async_take(
+            f"{self.folder}/step-{step}",
+            {**_app_state(checkpoint), "rng": RNGState()},
             replicated=replicated,
+            storage_options=self._storage_options,
             overwrite=True,
-            metadata=add_note(
-                step,
-                self._metrics(trainer),
-                {KEY: {"keys": list(checkpoint), "in_epoch": in_epoch, "step": step}},
-            ),
+            metadata=add_note(step, self._metrics(trainer), noted),
+            options=options,
         )
-        path, state = f"{self.folder}/step-{step}", {**_app_state(checkpoint), "rng": RNGState()}
-        self._pending = Snapshot.async_take_with(path, state, None, request, options.timeout)
         self._saved_step, self._saved_at = step, time.monotonic()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

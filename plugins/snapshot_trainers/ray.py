@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -62,8 +61,7 @@ def report(
     name = train.collective.broadcast_from_rank_zero(storage.make_default_checkpoint_dir_name())
     path = storage.build_checkpoint_path_from_name(name)
     checkpoint = train.Checkpoint(path, storage.storage_filesystem)
-    request = partial(options.at, storage_options, overwrite=False, metadata=None)
-    pending = Snapshot.async_take_with(_url_of(checkpoint), app_state, None, request, options.timeout)
+    pending = Snapshot.async_take(_url_of(checkpoint), app_state, storage_options=storage_options, options=options)
 
     def wait_for_commit(reported: Any, _: str) -> Any:
         pending.wait()

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_map, tree_map_only
 
+from snapshot import TakeOptions
 from snapshot.distributed.group import group_of_this_rank
 from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError
 from snapshot.interop.framework_checks import expect_parameters
@@ -164,9 +165,8 @@ class SnapshotTransport:
             path,
             {"state": Given(describe_layouts(state_dict), "torchft loads what it receives itself")},
             group_of_this_rank(),
-            durable=False,
             overwrite=True,
-            allow_pickle=True if self._allow_pickle else "error",
+            options=TakeOptions(durable=False, allow_pickle=True if self._allow_pickle else "error"),
         )
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:

@@ -176,13 +176,13 @@ class LeftOut(NamedTuple):
         where = f"{base.url} (save id {base.save_id})"
         shared = intersect(self.piece, self.box)
         if shared != self.piece or not self.live or self.target.dtype != BY_NAME[self.stored.dtype]:
-            return f"{self.path}: is not in this snapshot, but in its base, {where}; pass base=..."
+            return f"{self.path}: is not in this snapshot, but in its base, {where}; pass RestoreOptions(base=...)"
         part = self.target.detach()[self.piece.relative_to(self.box.offsets).slices()]
         if _digest_tensor(part) == self.stored.digest:
             return ""
         return (
             f"{self.path}: is not in this snapshot, since it had not changed from its base, {where}; the "
-            "application has other values: restore the base first, or pass base=..."
+            "application has other values: restore the base first, or pass RestoreOptions(base=...)"
         )
 
 

@@ -102,7 +102,7 @@ class LeafMatcher:
             self._notes.add("replaced", path, what)
             return None
         if not self._casts(saved, dtype):
-            hint = "; allow it with cast='same_kind' or 'any'" if self._options.cast == "error" else ""
+            hint = "; allow it with RestoreOptions(cast='same_kind'), or 'any'" if self._options.cast == "error" else ""
             self._notes.mismatches.append(f"{path}: {what}{hint}")
             return False
         self._notes.add("cast", path, what)

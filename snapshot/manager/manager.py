@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -41,12 +41,11 @@ from snapshot.manager.takes import (
     checked_signals,
     checked_timeout,
     checked_tolerance,
-    expect_options,
     failed_take,
     save_after,
 )
 from snapshot.manifest.document import ManifestHead
-from snapshot.options import moved_names
+from snapshot.options import expect_options, with_options
 from snapshot.reports import RestoreReport, TakeReport
 from snapshot.save.findings import suspicions
 from snapshot.save.take import AppState
@@ -56,25 +55,6 @@ from snapshot.text import Duration
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-MOVED = {
-    "keep_near": "near=Near(folder, keep=...)",
-    "upload": "near=Near(folder, upload=...)",
-    "replicas": "near=Near(folder, replicas=...)",
-    "rate": "near=Near(folder, rate=...)",
-    "upload_compression": "near=Near(folder, compression=...)",
-    "grace": "near=Near(folder, grace=...)",
-    "max_failures": "on_error=Tolerate(failures)",
-}
-
-
-IN_TAKE_OPTIONS = {each.name: f"options=TakeOptions({each.name}=...)" for each in fields(TakeOptions) if each.init} | {
-    "verify_writes": "options=TakeOptions(read_back=...)",
-    "_custom_tensor_prepare_func": "options=TakeOptions(prepare=...)",
-}
-IN_RESTORE_OPTIONS = {each.name: f"options=RestoreOptions({each.name}=...)" for each in fields(RestoreOptions)}
-IN_RESTORE_OPTIONS["include"] = IN_RESTORE_OPTIONS["select"]
-"""Arguments of single snapshots, and their spelling for a manager."""
 
 
 class SnapshotManager:
@@ -98,6 +78,8 @@ class SnapshotManager:
         signals: Signals that ask the job to stop. Only a manager created in the main thread can handle them.
         allow_pickle: As for `Snapshot`.
         timeout: Seconds without a sign of life after which another rank, or the store of the group, counts as dead.
+        take_options: Options of all takes: `TakeOptions(replicated=[...], durable=False)`.
+        restore_options: Options of `restore_latest`, such as `RestoreOptions(strict=False)`.
 
     >>> from snapshot import KeepLatest, StateDict
     >>> progress = StateDict(step=0)
@@ -110,7 +92,6 @@ class SnapshotManager:
     30
     """
 
-    @moved_names(MOVED)
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -126,7 +107,13 @@ class SnapshotManager:
         signals: Iterable[int] = STOP_SIGNALS,
         allow_pickle: bool = False,
         timeout: float | None = None,
+        take_options: TakeOptions = TAKE_OPTIONS,
+        restore_options: RestoreOptions = RESTORE_OPTIONS,
     ) -> None:
+        for options, kind in ((take_options, TakeOptions), (restore_options, RestoreOptions)):
+            expect_options(options, kind)
+            options.check()
+        self._take_options, self._restore_options = take_options, restore_options
         self._url = URL.parse(checked_root(root))
         self._keep = checked_policy(keep)
         self._cadence = Schedule(every)
@@ -149,7 +136,7 @@ class SnapshotManager:
 
     # Save
 
-    @moved_names(IN_TAKE_OPTIONS)
+    @with_options(TakeOptions)
     def take(
         self,
         step: int,
@@ -158,7 +145,7 @@ class SnapshotManager:
         *,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
-        options: TakeOptions = TAKE_OPTIONS,
+        options: TakeOptions | None = None,
     ) -> Snapshot:
         """Save a step, and return when it is committed.
 
@@ -173,7 +160,7 @@ class SnapshotManager:
             metrics: Numbers by name, used by `best` and `KeepBest`. Those of rank 0 are stored.
             metadata: As for `Snapshot.take`.
             overwrite: Replace an existing snapshot of this step.
-            options: The arguments of `Snapshot.take` that a run does not change: `replicated`, `durable`, ...
+            options: The options of this take, instead of `take_options` of the manager.
 
         Raises:
             SnapshotExistsError: There is a snapshot of this step. Nothing was written.
@@ -187,7 +174,7 @@ class SnapshotManager:
             self._flush_if_stopping(begun)
             return self._steps.snapshot(number)
         began = time.monotonic()
-        with self._pendings.blocking(number, relies=options.only is not None):
+        with self._pendings.blocking(number, relies=begun.options.only is not None):
             try:
                 snapshot = self._steps.take(begun, app_state)
             except BaseException as error:
@@ -204,7 +191,7 @@ class SnapshotManager:
         if self._stopping and begun.place.near:
             self._steps.flush()
 
-    @moved_names(IN_TAKE_OPTIONS)
+    @with_options(TakeOptions)
     def async_take(
         self,
         step: int,
@@ -213,11 +200,11 @@ class SnapshotManager:
         *,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
-        options: TakeOptions = TAKE_OPTIONS,
+        options: TakeOptions | None = None,
     ) -> PendingSnapshot:
         """Save a step as it is now, and write it while the application continues.
 
-        Arguments are those of `take`. `options` may also have `staging`, `worker` and `when_busy`.
+        Arguments are those of `take`. The options `staging`, `worker` and `when_busy` choose how.
         """
         begun = self._begin("async_take", step, metrics, metadata, options, overwrite=overwrite)
         number, path = begun.step, begun.place.path
@@ -225,7 +212,7 @@ class SnapshotManager:
             return begun.pending
         began = time.monotonic()
         try:
-            with self._pendings.blocking(number, relies=options.only is not None):
+            with self._pendings.blocking(number, relies=begun.options.only is not None):
                 pending = self._steps.async_take(begun, app_state)
                 self._pendings.add(number, pending)
         except SnapshotError as error:
@@ -243,14 +230,16 @@ class SnapshotManager:
         step: int,
         metrics: Mapping[str, Any] | None,
         metadata: Mapping[str, Any] | None,
-        options: TakeOptions,
+        options: TakeOptions | None,
         *,
         overwrite: bool,
     ) -> Begun:
         """Agree on the step, and on where it is written."""
         steps = self._steps
+        options = self._take_options if options is None else options
         with self._exchange(verb, getattr(options, "timeout", None)) as exchange:
             expect_options(options, TakeOptions)
+            options.check()
             number = checked_step(step)
             noted = add_note(number, checked_metrics(metrics), metadata)
             before = self._pendings.of(number)
@@ -302,7 +291,7 @@ class SnapshotManager:
 
     # Restore
 
-    @moved_names(IN_RESTORE_OPTIONS)
+    @with_options(RestoreOptions)
     def restore_latest(
         self,
         app_state: AppState,
@@ -310,7 +299,7 @@ class SnapshotManager:
         offline: bool = False,
         good: bool = True,
         key: Key | None = None,
-        options: RestoreOptions = RESTORE_OPTIONS,
+        options: RestoreOptions | None = None,
     ) -> int | None:
         """Restore the newest undamaged step, the same one on all ranks. Return its number, or None if there is no step.
 
@@ -324,7 +313,8 @@ class SnapshotManager:
                 it, raise StorageError, since the far root may have a newer step, or say that near steps are abandoned.
             good: Pass over suspect steps, with a log line. With False, restore the newest undamaged step in any case.
             key: The public key that must have signed the step, as for `Snapshot`.
-            options: Arguments of `Snapshot.restore`. With `atomic=True`, a damaged step changes no live tensor.
+            options: The options of this restore, instead of `restore_options` of the manager. With `atomic=True`, a
+                damaged step changes no live tensor.
 
         Raises:
             RestoreError: A step does not fit the application. Or a live tensor that a damaged step wrote to is missing
@@ -334,6 +324,7 @@ class SnapshotManager:
             RunForkedError: With `near`: two jobs have continued the run without seeing each other.
         """
         began = time.monotonic()
+        options = self._restore_options if options is None else options
         timeout = getattr(options, "timeout", None)
         if isinstance(options, RestoreOptions) and timeout is None:
             options = replace(options, timeout=self._timeout)

@@ -24,8 +24,8 @@ from snapshot.loading.choose import RestoreOptions
 from snapshot.loading.reader import TOUCHED
 from snapshot.manager.root import SUSPECT, Root, StepFolders
 from snapshot.manager.step_metadata import noted_step
-from snapshot.manager.takes import expect_options
 from snapshot.manifest.document import Document, SnapshotMetadata
+from snapshot.options import expect_options
 from snapshot.reports import RestoreReport
 from snapshot.save.take import AppState
 from snapshot.save.take_request import seal_with
@@ -162,6 +162,7 @@ class Fallback:
         error: BaseException | None = None
         try:
             expect_options(options, RestoreOptions)
+            options.check()
             self._seal = seal_with(key)
             if self._seal is not None and not self._found.signable:
                 raise ValueError("key must be None for near steps, which are not signed; restore an uploaded step")

@@ -27,7 +27,7 @@ from snapshot.manager.takes import PendingTakes
 from snapshot.manifest.document import ManifestHead
 from snapshot.runs.timeline import RunLine
 from snapshot.save.take import AppState
-from snapshot.save.take_request import BaseArgument, TakeOptions, TakeRequest
+from snapshot.save.take_request import BaseArgument, TakeOptions
 from snapshot.snapshot import PendingSnapshot, Snapshot
 
 if TYPE_CHECKING:
@@ -58,15 +58,16 @@ class Begun:
     base: BaseArgument
     timeout: float | None
 
-    def request(self) -> TakeRequest:
-        """Return the options of this take; raise for wrong ones."""
-        return self.options.at(
-            self.place.options,
-            overwrite=self.overwrite or self.place.replaces,
-            metadata=self.metadata,
-            base=self.base,
-            timeout=self.timeout,
-        )
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of the take, besides its place and the state."""
+        return {
+            "storage_options": self.place.options,
+            "overwrite": self.overwrite or self.place.replaces,
+            "metadata": self.metadata,
+            "base": self.base,
+            "timeout": self.timeout,
+            "options": self.options,
+        }
 
 
 class RunOptions(NamedTuple):
@@ -127,10 +128,10 @@ class Steps(ABC):
         """Return the place of a take. `fault` as for `check`."""
 
     def take(self, begun: Begun, app_state: AppState) -> Snapshot:
-        return Snapshot.take_with(begun.place.path, app_state, self.pg, begun.request, begun.timeout)
+        return Snapshot.take(begun.place.path, app_state, self.pg, **begun.arguments())
 
     def async_take(self, begun: Begun, app_state: AppState) -> PendingSnapshot:
-        return Snapshot.async_take_with(begun.place.path, app_state, self.pg, begun.request, begun.timeout)
+        return Snapshot.async_take(begun.place.path, app_state, self.pg, **begun.arguments())
 
     def committed(self, begun: Begun, began: float, base: str) -> None:
         """Start the removals after a commit. Called on the loop, so nothing here may block.

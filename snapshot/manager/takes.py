@@ -66,12 +66,6 @@ def checked_tolerance(on_error: Any) -> Tolerate | None:
     return Tolerate() if on_error == "warn" else None
 
 
-def expect_options(options: Any, kind: type) -> None:
-    """Raise TypeError unless options are of a kind."""
-    if not isinstance(options, kind):
-        raise TypeError(f"options must be {kind.__name__}(...), got {options!r}")
-
-
 @dataclass(frozen=True)
 class Tolerate:
     """For `SnapshotManager(on_error=...)`: failed takes are logged, and training continues.

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import ranks_of
@@ -29,7 +29,7 @@ from snapshot.save.rank_share import RankShare, collect_rank_share
 from snapshot.save.reuse import find_unchanged, group_leaves
 from snapshot.save.staging import Stager
 from snapshot.save.step_barrier import PendingCopy
-from snapshot.save.take_request import TakeRequest, find_sink
+from snapshot.save.take_request import TakeCall, TakeRequest, find_sink
 from snapshot.save.take_slots import take_slots
 from snapshot.save.writer import PartSink
 from snapshot.state.model_state import find_frozen
@@ -50,7 +50,6 @@ class StartedTake(NamedTuple):
     """A take that has begun in the background."""
 
     path: Path
-    storage_options: Mapping[str, Any] | None
     report: TakeReport
     work: LoopFuture[None]
     meter: Meter
@@ -74,20 +73,16 @@ def run_take(
     path: Path,
     app_state: AppState,
     pg: ProcessGroup | None,
-    make_options: Callable[[], TakeRequest],
-    timeout: float | None,
-) -> tuple[Path, TakeReport, TakeRequest]:
-    """Take a snapshot, and return its path, a report and the options when it is committed.
-
-    `make_options`: is called when an error for a wrong argument can be sent to the other ranks.
-    """
+    call: TakeCall,
+) -> tuple[Path, TakeReport]:
+    """Take a snapshot, and return its path and a report when it is committed."""
     with (
         _timed("take", path),
-        Exchange(ranks_of(pg), "take", timeout) as exchange,
+        Exchange(ranks_of(pg), "take", call.timeout) as exchange,
         at_work(),
         gc_paused(),
     ):
-        options = make_options()
+        options = call.request()  # its errors are sent to the other ranks
         check_app_state(app_state)
         meter = Meter("take", shown_once(options.progress, pg))
         with begin_take(exchange, path, options, meter) as opening, ExitStack() as opened:
@@ -95,28 +90,23 @@ def run_take(
             opening.expect_path_free()  # before any state is collected
             take = _assemble(opened, opening, app_state, options)
             run(take.write_and_commit())
-    return opening.path_as_given(path), take.report, options
+    return opening.path_as_given(path), take.report
 
 
 def start_take(
     path: Path,
     app_state: AppState,
     pg: ProcessGroup | None,
-    make_options: Callable[[], TakeRequest],
-    *,
+    call: TakeCall,
     make: Callable[[StartedTake], T],
-    timeout: float | None,
 ) -> T:
-    """Stage a snapshot, start to write it, and return what `make` returns. If `make` raises, the take ends.
-
-    `make_options`: as for `run_take`.
-    """
+    """Stage a snapshot, start to write it, and return what `make` returns. If `make` raises, the take ends."""
     with (
         at_work(),
         _timed("async_take", path),
-        Exchange(ranks_of(pg), "async_take", timeout) as exchange,
+        Exchange(ranks_of(pg), "async_take", call.timeout) as exchange,
     ):
-        options = make_options()
+        options = call.request()
         check_app_state(app_state)
         sink: PartSink | None = None
         if options.worker != "thread" and not is_exiting():
@@ -137,7 +127,7 @@ def start_take(
                 work, late = take.start(), None
             slot.leave_after(work)
             place = opening.path_as_given(path)
-            return make(StartedTake(place, options.storage_options, report, work, meter, late, opening.save_id))
+            return make(StartedTake(place, report, work, meter, late, opening.save_id))
 
 
 def _assemble(
@@ -196,13 +186,11 @@ def _observe(opening: TakeOpening, share: RankShare, app_state: AppState, option
     return Observers(view, options.observed)
 
 
-def plan_take(
-    path: Path, app_state: AppState, pg: ProcessGroup | None, make_options: Callable[[], TakeRequest]
-) -> SavePlan:
+def plan_take(path: Path, app_state: AppState, pg: ProcessGroup | None, call: TakeCall) -> SavePlan:
     """Plan a take without writing anything."""
     with Exchange(ranks_of(pg), "plan") as exchange:
         check_app_state(app_state)
-        options = make_options()
+        options = call.request()
         session, globs = open_dry_run(
             exchange, URL.parse(os.fspath(path)), options.replicated or (), partial(session_for_take, options)
         )

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, runtime_checkable
 
 import msgspec
@@ -16,6 +17,7 @@ from snapshot.io.session import Key, Seal, signer_of
 from snapshot.io.storage import Storage
 from snapshot.io.url import URL, Location, Source, locate_source
 from snapshot.manifest.document import encode_metadata
+from snapshot.options import expect_options
 from snapshot.plan.layout import SavePlan
 from snapshot.plan.names import matcher
 from snapshot.progress import ProgressArgument
@@ -125,45 +127,107 @@ def find_sink(worker: str) -> Sink:
 
 @dataclass(frozen=True, kw_only=True)
 class TakeOptions:
-    """The options that all takes of a run share, for `SnapshotManager.take` and `async_take`.
+    """The options of a take, for `Snapshot.take` and `async_take`, and for `SnapshotManager`.
 
-    Each is explained at `Snapshot.take` and `Snapshot.async_take`. Wrong values raise `ValueError` or `TypeError`.
+    An argument of a call goes before the option of the same name. A wrong value raises `ValueError` or `TypeError`
+    when the take begins, on all ranks.
 
-    >>> from snapshot import TakeOptions
-    >>> options = TakeOptions(replicated=["model/**"], staging="overlapped")
+    >>> from snapshot import Snapshot, StateDict, TakeOptions
+    >>> options = TakeOptions(replicated=["model/**"], read_back=True)
+    >>> snapshot = Snapshot.take("memory://docs/options", {"progress": StateDict(step=3)}, options=options)
     """
 
     replicated: Sequence[str] | None = None
+    """Globs over `<key>/<logical path>` of values that are equal on every rank."""
     prepare: Prepare | None = None
     """As `_custom_tensor_prepare_func` of `Snapshot.take`."""
     durable: bool = True
+    """Return only when the snapshot survives a loss of power."""
     exclude: Sequence[str] = ()
+    """Globs to leave out."""
     memory_budget_bytes: int | None = None
+    """Host memory for staging.
+
+    By default 64 MiB on files, 256 MiB elsewhere or with a GPU; for an asynchronous take half of the host's free
+    memory, shared by the processes of a job. All pending takes share the budget of the newest call.
+    """
     check_replicated: bool = False
+    """Also compare replicated values across ranks."""
     read_back: bool | float = False
+    """Read the written bytes back and compare them with their digests before the commit.
+
+    True for all bytes, or a fraction from 0 to 1, chosen at random. On files the page cache is dropped first, so that
+    the disk is read.
+    """
     progress: ProgressArgument = None
+    """True for a progress bar, or a function that is called with `Progress`."""
     timeout: float | None = None
+    """Seconds without a heartbeat after which another rank counts as dead."""
     plan: SavePlan | None = None
+    """A plan that `Snapshot.plan` returned for the same structure."""
     base: BaseArgument = None
+    """An earlier snapshot, whose files are shared where tensors are unchanged, as for `Snapshot.take`."""
     only: Only | None = None
+    """`"trainable"`: leave out frozen parameters (`requires_grad=False`) that are bit-equal in `base`.
+
+    A restore compares them with the live tensors, or reads them from the base.
+    """
     compression: Compression | None = None
+    """`"zstd"`: compress the data files without loss, which saves time on slow links.
+
+    `"auto"`: only if earlier takes of this process show that it does. See docs/guides/compression.md.
+    """
     sign: Any = None
-    """The path of a PEM file with an Ed25519 key, or a key object of `cryptography`."""
+    """An Ed25519 private key: sign the snapshot, before it is committed.
+
+    The path of a PEM file, which is read once, or a key object of `cryptography`. Ranks other than 0 may pass the
+    public key. See docs/guides/signatures.md.
+    """
     allow_pickle: AllowPickle = "warn"
+    """The action for objects that only a pickle can hold, which a restore refuses by default.
+
+    `"warn"`, `"error"`, or True to store them without a word. Message and error name each object.
+    """
     staging: Staging = "blocking"
+    """For `async_take`. `"blocking"`: the copy is complete when the call returns.
+
+    `"overlapped"`: parameters and optimizer state are copied during the next forward and backward pass. The next
+    `optimizer.step()`, `load_state_dict()` or `restore` waits for the copy. Call `wait_staged()` before changing
+    parameters in any other way.
+    """
     worker: Worker = "thread"
+    """For `async_take`. `"thread"`: threads of this process write.
+
+    `"process"`: a separate process writes, with low CPU and disk priority, without taking this interpreter's lock.
+    """
     when_busy: WhenBusy = "wait"
+    """For `async_take`, if `SNAPSHOT_PENDING` takes (3 by default) are pending.
+
+    `"wait"` for one of them, or `"raise"` SnapshotBusyError.
+    """
     guards: Guards = "suspect"
+    """The action if the state looks wrong, such as NaN in a parameter.
+
+    Commit it as `"suspect"`, which a manager keeps apart from good steps, only `"report"` it, or `"refuse"` to commit.
+    `"off"` does not look. See docs/guides/guards.md.
+    """
     statistics: bool = False
-    signer: TakeSigner | None = field(init=False)
-    """The key that `sign` names."""
+    """Also store the norm, range, and counts of NaN and zero of each tensor, for `get_statistics`."""
 
     @property
     def observed(self) -> dict[str, Any]:
         """The options that observers of a take read."""
         return {"guards": self.guards, "statistics": self.statistics}
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def signer(self) -> TakeSigner | None:
+        """The key that `sign` names."""
+        if self.sign is None or isinstance(self.sign, TakeSigner):
+            return self.sign
+        return find_keys("sign").load_signer(self.sign)
+
+    def check(self) -> None:
+        """Raise for a wrong value. A take calls it when the error can be sent to the other ranks."""
         for name, allowed in (("staging", Staging), ("when_busy", WhenBusy)):
             if getattr(self, name) not in get_args(allowed):
                 choices = " or ".join(map(repr, get_args(allowed)))
@@ -179,30 +243,11 @@ class TakeOptions:
             find_sink(self.worker).check()
         if self.only not in (None, "trainable"):
             raise ValueError(f"only must be 'trainable' or None, got {self.only!r}")
-        _ = self.bases  # raises for a wrong one
+        _ = self.bases, self.signer  # raise for a wrong one
         expect_compression(self.compression)
-        signer = (
-            self.sign
-            if self.sign is None or isinstance(self.sign, TakeSigner)
-            else find_keys("sign").load_signer(self.sign)
-        )
-        object.__setattr__(self, "signer", signer)
         matcher(self.replicated or ())
         if not 0.0 <= self.read_back_share <= 1.0:
             raise ValueError(f"read_back must be True, False or a fraction from 0 to 1, got {self.read_back!r}")
-
-    def at(
-        self,
-        storage_options: Mapping[str, Any] | None,
-        *,
-        overwrite: bool,
-        metadata: Mapping[str, Any] | None,
-        **changes: Any,
-    ) -> TakeRequest:
-        """Return the request of a take with these options, but for some changes. The key is not read again."""
-        shared = {each.name: getattr(self, each.name) for each in fields(TakeOptions) if each.init}
-        own = {"storage_options": storage_options, "overwrite": overwrite, "metadata": metadata}
-        return TakeRequest(**{**shared, "sign": self.signer, **own, **changes})
 
     @property
     def bases(self) -> list[Source]:
@@ -239,7 +284,7 @@ TAKE_OPTIONS = TakeOptions()
 
 @dataclass(frozen=True, kw_only=True)
 class TakeRequest(TakeOptions):
-    """All options of one take: also those that belong to its place."""
+    """All options of one take, checked: also those that belong to its place."""
 
     storage_options: Mapping[str, Any] | None = None
     overwrite: bool = False
@@ -249,8 +294,24 @@ class TakeRequest(TakeOptions):
     """The user's metadata, as written to the manifest."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self.check()
         if self.only and not self.bases:  # a manager adds the base
             raise ValueError("only='trainable' must have a base: the snapshot that has what is left out")
         known = None if isinstance(self.metadata, Future) else self.metadata
         object.__setattr__(self, "metadata_json", encode_metadata(known))
+
+
+class TakeCall:
+    """The arguments of a call that takes a snapshot, as they were given: `options`, and those that go before them."""
+
+    def __init__(self, options: TakeOptions, **given: Any) -> None:
+        self._options = options
+        self._given = {name: value for name, value in given.items() if value is not None}
+        self.timeout: float | None = self._given.get("timeout", getattr(options, "timeout", None))
+
+    def request(self) -> TakeRequest:
+        """Return the options of the take. Raise for a wrong value."""
+        expect_options(self._options, TakeOptions)
+        options = {each.name: getattr(self._options, each.name) for each in fields(TakeOptions)}
+        options["sign"] = self._options.signer  # a key file is read once
+        return TakeRequest(**{**options, **self._given})

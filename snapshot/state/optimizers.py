@@ -317,7 +317,7 @@ class StateOfParameters(RestoreAdapter):
             else:
                 text = f"the snapshot has parameters of {recorded}, the application of {NAMES.get(parameter.dtype)}"
                 refused[text] = refused.get(text, 0) + 1
-        hint = "; allow it with cast='same_kind' or 'any'" if cast == "error" else ""
+        hint = "; allow it with RestoreOptions(cast='same_kind'), or 'any'" if cast == "error" else ""
         return [f"{self.base}: {text} ({count} of them){hint}" for text, count in refused.items()]
 
     def _find_in_state(self, path: str) -> tuple[str, str] | None:

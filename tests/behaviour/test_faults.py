@@ -12,6 +12,7 @@ import torch
 from snapshot import (
     CorruptSnapshotError,
     RestoreError,
+    RestoreOptions,
     Snapshot,
     SnapshotError,
     SnapshotExistsError,
@@ -225,7 +226,7 @@ def test_corrupt_snapshot_error_names_entry_file_range_and_digests(tmp_path):
         Snapshot(tmp_path).read_object("0/small/t3")
     Snapshot(tmp_path).read_object("0/small/t4")
     Snapshot(tmp_path).restore({"big": StateDict(x=torch.zeros(200_000), y=torch.zeros(300, 300))})
-    Snapshot(tmp_path).restore(zeros(), verify=False)
+    Snapshot(tmp_path).restore(zeros(), options=RestoreOptions(verify=False))
 
 
 def test_restore_does_not_call_load_state_dict_after_damage(tmp_path):
@@ -248,11 +249,11 @@ def test_restore_atomic_changes_nothing_before_every_byte_is_verified(tmp_path, 
     flip(tmp_path / entry.location, entry.byte_range[1] - 1)
     live = zeros()
     with pytest.raises(CorruptSnapshotError) as raised:
-        Snapshot(tmp_path).restore(live, atomic=True)
+        Snapshot(tmp_path).restore(live, options=RestoreOptions(atomic=True))
     assert untouched(live)
     assert raised.value.touched == ()
     flip(tmp_path / entry.location, entry.byte_range[1] - 1)
-    report = Snapshot(tmp_path).restore(live, atomic=True)
+    report = Snapshot(tmp_path).restore(live, options=RestoreOptions(atomic=True))
     assert report.bytes_read > 2 * 1_160_000
     assert torch.equal(live["big"]["x"], state()["big"]["x"])
 

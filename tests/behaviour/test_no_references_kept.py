@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from snapshot import Sharded, Snapshot, StateDict
+from snapshot import RestoreOptions, Sharded, Snapshot, StateDict
+from tests.helpers.arguments import for_take
 
 ODD = {
     "plain": lambda: 1,
@@ -40,13 +41,13 @@ def test_take_async_take_and_restore_keep_no_references_to_tensors(kind, verb):
         known.append(weakref.ref(app["s"]["x"]))
         options = {"overwrite": True, "_custom_tensor_prepare_func": prepared}
         if verb == "async_take":
-            Snapshot.async_take("memory://kept", app, **options).wait()
+            Snapshot.async_take("memory://kept", app, **for_take(**options)).wait()
         else:
-            Snapshot.take("memory://kept", app, **options)
+            Snapshot.take("memory://kept", app, **for_take(**options))
         if verb == "restore":
             app = {"s": StateDict(x=torch.zeros(5), odd=ODD[kind]())}
             known.append(weakref.ref(app["s"]["x"]))
-            Snapshot("memory://kept").restore(app, cast="any")
+            Snapshot("memory://kept").restore(app, options=RestoreOptions(cast="any"))
         del app
     for _ in range(100):  # a thread that has just given its result may hold its frame for a moment
         gc.collect()

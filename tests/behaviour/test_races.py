@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from snapshot import Snapshot, SnapshotError, StateDict
+from snapshot import RestoreOptions, Snapshot, SnapshotError, StateDict
 from snapshot.save import transaction
 from snapshot.testing import stalling
 
@@ -152,5 +152,5 @@ def test_memory_budget_bytes_of_any_size_works_with_any_element(budget, dtype):
     for take in (Snapshot.take, lambda *a, **k: Snapshot.async_take(*a, **k).wait()):
         take("memory://budget", {"s": StateDict(t=tensor)}, memory_budget_bytes=budget, overwrite=True)
         live = StateDict(t=torch.zeros(300_000, 2, dtype=dtype)[:, 1])
-        Snapshot("memory://budget").restore({"s": live}, memory_budget_bytes=budget)
+        Snapshot("memory://budget").restore({"s": live}, options=RestoreOptions(memory_budget_bytes=budget))
         assert torch.equal(live["t"], tensor)

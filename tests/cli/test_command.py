@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from snapshot import Snapshot, StateDict
+from snapshot import Snapshot, StateDict, TakeOptions
 from snapshot.cli import main, parser
 from snapshot.cli.arguments import list_verbs
 from tests.helpers.trees import PYTHONPATH
@@ -227,7 +227,11 @@ def test_cli_internal_error_exits_2_and_not_1(capsys, monkeypatch):
     ],
 )
 def test_cli_output_pipe_closed_early_is_not_an_error(tmp_path, words, reader):
-    Snapshot.take(tmp_path / "s", {"s": StateDict({f"n{i}": torch.zeros(1) for i in range(20_000)})}, durable=False)
+    Snapshot.take(
+        tmp_path / "s",
+        {"s": StateDict({f"n{i}": torch.zeros(1) for i in range(20_000)})},
+        options=TakeOptions(durable=False),
+    )
     command = f"{sys.executable} -m snapshot {words.format(url=tmp_path / 's')} | {reader}; echo ${{PIPESTATUS[0]}}"
     found = subprocess.run(
         ["bash", "-c", command],

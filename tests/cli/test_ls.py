@@ -7,7 +7,7 @@ import subprocess
 import pytest
 import torch
 
-from snapshot import Snapshot, StateDict
+from snapshot import Snapshot, StateDict, TakeOptions
 from snapshot.cli import main
 from snapshot.cli.listing import ListedItem, folded, heaviest, items
 from snapshot.cli.screen import cells
@@ -109,7 +109,7 @@ def test_cli_ls_lists_checkpoints_of_other_formats(root, capsys):
 def test_cli_ls_folds_thousands_of_names(tmp_path, capsys):
     letters = "abcdefghijklmnopqrstuvwxyz"
     many = {f"{a}{b}": torch.zeros(1) for a in letters for b in letters}
-    Snapshot.take(tmp_path / "s", {"m": StateDict(many)}, durable=False)
+    Snapshot.take(tmp_path / "s", {"m": StateDict(many)}, options=TakeOptions(durable=False))
     lines = ls(capsys, tmp_path / "s")
     assert len(lines) < 50
     assert f"... {26 * 26 - 40} more" in lines[-1]
@@ -129,7 +129,7 @@ def test_cli_ls_fits_a_narrow_terminal(root, terminal, columns, shape):
 
 def test_cli_ls_does_not_fold_names_that_differ_in_a_sign(tmp_path, capsys):
     state = {name: torch.ones(2) for name in ("w#", "w1", "w2", "w##", "#1")}
-    Snapshot.take(tmp_path / "s", {"s": StateDict(state)}, durable=False)
+    Snapshot.take(tmp_path / "s", {"s": StateDict(state)}, options=TakeOptions(durable=False))
     names = [line.split()[0] for line in ls(capsys, tmp_path / "s") if line.startswith("  ")]
     assert names == ["s/w#", "s/w{1..2}", "s/w##", "s/#1"]
 
@@ -220,7 +220,7 @@ def test_cli_ls_prints_names_that_read_object_and_show_accept(root, capsys):
 def test_cli_ls_names_of_numeric_keys_can_be_read(tmp_path, capsys):
     state = {"0": StateDict(w=torch.ones(1), x=1), "w": StateDict(v=torch.zeros(2)), "1": StateDict()}
     state["w"]["0"] = {"w": 5}
-    snapshot = Snapshot.take(tmp_path / "s", {**state, "0/0": StateDict(w=7)}, durable=False)
+    snapshot = Snapshot.take(tmp_path / "s", {**state, "0/0": StateDict(w=7)}, options=TakeOptions(durable=False))
     values = {}
     for line in ls(capsys, tmp_path / "s", "--flat")[1:]:
         values[line.split()[0]] = snapshot.read_object(line.split()[0])
@@ -229,7 +229,7 @@ def test_cli_ls_names_of_numeric_keys_can_be_read(tmp_path, capsys):
     assert values["w/v"].equal(torch.zeros(2))
     assert values["0%2F0/w"] == 7
     assert values["w/0/w"] == 5
-    clash = Snapshot.take(tmp_path / "c", {"0": StateDict(w=1), "w": StateDict()}, durable=False)
+    clash = Snapshot.take(tmp_path / "c", {"0": StateDict(w=1), "w": StateDict()}, options=TakeOptions(durable=False))
     assert clash.read_object("0/w") == {}
     assert clash.read_object("0/0/w") == 1
     names = [line.split()[0] for line in ls(capsys, tmp_path / "c", "--flat")[1:]]

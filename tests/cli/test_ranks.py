@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from snapshot import Snapshot, StateDict, Target
+from snapshot import Snapshot, StateDict, TakeOptions, Target
 from snapshot.cli import main
 from snapshot.manifest.document import METADATA
 from tests.helpers.torchrun import rank_environments
@@ -31,7 +31,7 @@ def source(tmp_path_factory):
     """A checkpoint in several files, which are dealt to the ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     state = {f"w{n}": torch.randn(300_000 + n) for n in range(6)}
-    snapshot = Snapshot.take(folder / "one", {"m": StateDict(**state, step=3)}, durable=False)
+    snapshot = Snapshot.take(folder / "one", {"m": StateDict(**state, step=3)}, options=TakeOptions(durable=False))
     snapshot.convert(Target(folder / "hf", "safetensors", shard_bytes=1_300_000, durable=False))
     return folder
 

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from snapshot import Snapshot, SnapshotManager, StateDict
+from snapshot import Snapshot, SnapshotManager, StateDict, TakeOptions
 from snapshot.cli import main
 from snapshot.testing import faulty
 
@@ -42,7 +42,7 @@ def test_cli_rm_dry_run_removes_nothing(taken, capsys):
 def test_cli_rm_keeps_a_base_that_other_snapshots_need(tmp_path, capsys):
     model = torch.nn.Linear(200, 200).requires_grad_(False)
     base = Snapshot.take(tmp_path / "base", {"m": model})
-    Snapshot.take(tmp_path / "adapter", {"m": model}, base=base, only="trainable")
+    Snapshot.take(tmp_path / "adapter", {"m": model}, base=base, options=TakeOptions(only="trainable"))
     assert rm(tmp_path / "base", "--yes") == 2
     assert "has tensors that adapter left out; remove those first, or pass --bases" in capsys.readouterr().err
     assert base.verify()

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshot import Snapshot, StateDict
+from snapshot import Snapshot, StateDict, TakeOptions
 from snapshot.cli import main
 from snapshot.cli import show as show_module
 from snapshot.cli.show import statistics
@@ -30,7 +30,7 @@ def held(tmp_path_factory):
         wide=torch.tensor([2**64 - 1], dtype=torch.uint64),
         when=np.array(["2026-01-01"], dtype="datetime64[D]"),
     )  # fmt: skip
-    Snapshot.take(path, {"s": state}, durable=False)
+    Snapshot.take(path, {"s": state}, options=TakeOptions(durable=False))
     return path, state
 
 
@@ -163,7 +163,7 @@ def odd(tmp_path_factory):
     raw = torch.arange(64, dtype=torch.uint8).view(8, 8)
     names = ("float4_e2m1fn_x2", "int4", "uint3", "bits8", "bits4x2", "bits16")
     state = {name: raw.view(getattr(torch, name)) for name in names if hasattr(torch, name)}
-    Snapshot.take(path, {"s": StateDict(**state)}, durable=False)
+    Snapshot.take(path, {"s": StateDict(**state)}, options=TakeOptions(durable=False))
     return path, raw, list(state)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from snapshot import Snapshot, SnapshotManager, StateDict
+from snapshot import Snapshot, SnapshotManager, StateDict, TakeOptions
 from snapshot.cli import main
 from snapshot.testing import faulty
 from tests.helpers.warm_interpreter import Failed, Warm
@@ -156,7 +156,7 @@ def test_cli_verify_resume_continues_after_a_signal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], warm: Warm, number: str, status: int
 ) -> None:
     state = StateDict(**{f"t{i}": torch.full((1 << 16,), float(i)) for i in range(40)})
-    Snapshot.take(tmp_path / "s", {"m": state}, durable=False)
+    Snapshot.take(tmp_path / "s", {"m": state}, options=TakeOptions(durable=False))
     script = f"""
 import os, signal, sys
 from snapshot.cli import main

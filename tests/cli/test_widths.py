@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from snapshot import Snapshot, StateDict
+from snapshot import Snapshot, StateDict, TakeOptions
 from snapshot.cli import main
 from snapshot.cli.screen import cells
 
@@ -20,7 +20,12 @@ def run(tmp_path_factory):
         layers = nn.Sequential(*(nn.TransformerEncoderLayer(64, 4, 1024) for _ in range(2)), nn.Linear(64, 64))
         progress = StateDict(step=step, name="some text that is longer than a column", rate=0.1)
         metadata = {"snapshot.manager": {"step": step, "metrics": {"validation_loss": 1.25 / step, "accuracy": 0.5}}}
-        Snapshot.take(run / f"step-{step}", {"model": layers, "progress": progress}, metadata=metadata, durable=False)
+        Snapshot.take(
+            run / f"step-{step}",
+            {"model": layers, "progress": progress},
+            metadata=metadata,
+            options=TakeOptions(durable=False),
+        )
     (file,) = (run / "step-2" / "data").iterdir()
     content = bytearray(file.read_bytes())
     content[100_000] ^= 1

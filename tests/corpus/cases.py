@@ -8,12 +8,13 @@ from unittest import mock
 
 import torch
 
-from snapshot import Snapshot, SnapshotManager, StateDict
+from snapshot import Snapshot, SnapshotManager, StateDict, TakeOptions
 from snapshot.manifest import document, parts
 from snapshot.plan import layout
 from snapshot.save import commit
 from tests.corpus import states
 from tests.corpus.contents import describe
+from tests.helpers.arguments import for_take
 
 SECRET = bytes(range(32))
 """The private key of the signed snapshots, which protects nothing."""
@@ -37,7 +38,7 @@ def take(folder, name, **options):
     """Take the state of a function on this rank. Return its contents before the take."""
     app_state = getattr(states, name)()
     found = described(app_state)
-    Snapshot.take(folder, app_state, **options)
+    Snapshot.take(folder, app_state, **for_take(**options))
     return found
 
 
@@ -80,7 +81,9 @@ def bases(folder, pool):
         with torch.no_grad(), small("LARGEST_FILE", 100):
             app_state["model"][2].bias.fill_(float(step))
             found[f"step-{step}"] = {"0": described(app_state)}
-            before = Snapshot.take(folder / "bases" / f"step-{step}", app_state, base=before, guards="off")
+            before = Snapshot.take(
+                folder / "bases" / f"step-{step}", app_state, base=before, options=TakeOptions(guards="off")
+            )
     return found
 
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from snapshot import Snapshot, SnapshotManager, StateDict
+from snapshot import RestoreOptions, Snapshot, SnapshotManager, StateDict
 from snapshot.manifest.entries import AnyEntry
 from tests.corpus import states
 from tests.corpus.__main__ import CONTENTS, METADATA, SNAPSHOTS, SUMS, features, folders, sums
@@ -94,7 +94,9 @@ def test_corpus_snapshot_restores_with_its_base():
     with torch.no_grad():
         for each in model.parameters():
             each.zero_()
-    Snapshot(SNAPSHOTS / "frozen/trainable").restore({"model": model}, base=SNAPSHOTS / "frozen/whole")
+    Snapshot(SNAPSHOTS / "frozen/trainable").restore(
+        {"model": model}, options=RestoreOptions(base=SNAPSHOTS / "frozen/whole")
+    )
     contents = json.loads((CONTENTS / "frozen.json").read_text())
     assert describe(model.state_dict()) == contents["trainable"]["0"]["model"]
 

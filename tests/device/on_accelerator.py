@@ -26,7 +26,17 @@ DEVICE = os.environ.get("SNAPSHOT_TEST_DEVICE", "fakedev")
 FAKE = DEVICE == "fakedev"
 extension = fakedev.load() if FAKE else None
 
-from snapshot import CorruptSnapshotError, ModelState, RestoreError, Snapshot, SnapshotError, StateDict, TensorMap  # noqa: E402
+from snapshot import (  # noqa: E402
+    CorruptSnapshotError,
+    ModelState,
+    RestoreError,
+    RestoreOptions,
+    Snapshot,
+    SnapshotError,
+    StateDict,
+    TakeOptions,
+    TensorMap,
+)
 from snapshot.io import arena as pins  # noqa: E402
 from snapshot.io.accelerators import on_stream  # noqa: E402
 from snapshot.io.arena import GRAIN, SPARE, Arena, Pinning, arena, release_memory  # noqa: E402
@@ -96,7 +106,9 @@ def test_async_take_copies_state_that_a_cuda_graph_may_change_during_the_call(pa
     module = torch.nn.Module()
     module.weight = weight
     optimizer = kind([weight], **option)
-    pending = Snapshot.async_take(path, {"state": module, "optim": optimizer}, staging="overlapped")
+    pending = Snapshot.async_take(
+        path, {"state": module, "optim": optimizer}, options=TakeOptions(staging="overlapped")
+    )
     assert pending.staged()
     weight.data.fill_(2.0)
     pending.wait()
@@ -120,7 +132,9 @@ def test_async_take_during_a_replayed_cuda_graph_is_consistent(path):
         optimizer.step()
     for number in range(20):
         where = f"{path}-{number}"
-        pending = Snapshot.async_take(where, {"state": module, "optim": optimizer}, staging="overlapped")
+        pending = Snapshot.async_take(
+            where, {"state": module, "optim": optimizer}, options=TakeOptions(staging="overlapped")
+        )
         graph.replay()
         graph.replay()
         pending.wait()
@@ -171,7 +185,9 @@ def adam(numel):
 def test_overlapped_staging_raises_if_memory_is_freed_before_its_copy(path, monkeypatch):
     go_on = held_up(monkeypatch)
     module, optimizer = adam(300_000)
-    pending = Snapshot.async_take(path, {"state": module, "optim": optimizer}, staging="overlapped")
+    pending = Snapshot.async_take(
+        path, {"state": module, "optim": optimizer}, options=TakeOptions(staging="overlapped")
+    )
     assert not pending.staged()
     nbytes = module.weight.untyped_storage().nbytes()
     module.weight.untyped_storage().resize_(0)
@@ -197,7 +213,9 @@ def test_overlapped_staging_memory_freed_during_its_copy_is_not_reused(path, mon
 
     monkeypatch.setattr(Stager, "end", late)
     module, optimizer = adam(300_000)
-    pending = Snapshot.async_take(path, {"state": module, "optim": optimizer}, staging="overlapped")
+    pending = Snapshot.async_take(
+        path, {"state": module, "optim": optimizer}, options=TakeOptions(staging="overlapped")
+    )
     assert begun.wait(30)
     address = module.weight.data_ptr()
     module.weight.untyped_storage().resize_(0)
@@ -270,7 +288,7 @@ def test_async_take_saves_all_tensors_from_one_moment(tmp_path):
             fill(tensor, float(step), 1_000_000)
         staging = ("blocking", "overlapped")[step % 2]
         app = {"state": StateDict(tensors), "optim": optimizer}
-        take = Snapshot.async_take(str(tmp_path / f"{step}"), app, staging=staging, durable=False)
+        take = Snapshot.async_take(str(tmp_path / f"{step}"), app, options=TakeOptions(staging=staging, durable=False))
         pending.append((step, take))
         for tensor in tensors.values():
             fill(tensor, -1.0, 1_000_000)
@@ -316,9 +334,9 @@ def many(total, seed=0):
 def test_pinned_memory_stays_within_memory_budget_bytes(path, budget, worker):
     tensors = many(160 * MiB)
     app = {"state": StateDict(tensors)}
-    Snapshot.async_take(path, app, memory_budget_bytes=budget, worker=worker, durable=False).wait()
+    Snapshot.async_take(path, app, options=TakeOptions(memory_budget_bytes=budget, worker=worker, durable=False)).wait()
     restored = {"state": StateDict({name: torch.zeros_like(tensor) for name, tensor in tensors.items()})}
-    Snapshot(path).restore(restored, memory_budget_bytes=budget)
+    Snapshot(path).restore(restored, options=RestoreOptions(memory_budget_bytes=budget))
     for name, tensor in tensors.items():
         assert torch.equal(restored["state"][name].cpu(), tensor.cpu())
     counts = extension.counts()
@@ -343,7 +361,7 @@ def test_pinned_memory_is_reused_by_a_second_take(tmp_path):
 def test_pinned_memory_refused_by_the_driver_is_logged_and_async_take_still_works(path, worker, caplog):
     extension.refuse_pin()
     tensors = many(8 * MiB)
-    Snapshot.async_take(path, {"state": StateDict(tensors)}, worker=worker).wait()
+    Snapshot.async_take(path, {"state": StateDict(tensors)}, options=TakeOptions(worker=worker)).wait()
     assert caplog.text.count("cannot pin") == 1
     assert pinned_bytes() == 0
     for name, tensor in tensors.items():
@@ -494,7 +512,7 @@ def test_pinned_memory_of_torch_is_used_by_threads_after_a_writer_process_could_
     """A writer process cannot see it; later takes of threads can use it."""
     monkeypatch.delattr(torch.fakedev, "cudart")
     state = {"state": StateDict(tensor=torch.randn(100_000, device=DEVICE))}
-    Snapshot.async_take(path, state, worker="process").wait()
+    Snapshot.async_take(path, state, options=TakeOptions(worker="process")).wait()
     assert extension.counts().get("pinned_allocations", 0) == 0
     Snapshot.take(path, state, overwrite=True)
     assert extension.counts()["pinned_allocations"] == 1
@@ -652,7 +670,7 @@ def test_take_of_tensors_of_any_layout_is_exact_and_allocates_no_device_memory(p
     if how == "async_take":
         Snapshot.async_take(path, app).wait()
     else:
-        Snapshot.take(path, app, memory_budget_bytes=4 * MiB if how == "parts" else None)
+        Snapshot.take(path, app, options=TakeOptions(memory_budget_bytes=4 * MiB if how == "parts" else None))
     peak = extension.counts()["peak_bytes"] if FAKE else torch.cuda.max_memory_allocated()
     assert peak == held
     if FAKE:
@@ -682,7 +700,9 @@ def test_take_copies_small_tensors_in_one_foreach_call(path, monkeypatch, how):
 def test_async_take_queues_the_next_copies_while_one_runs(path):
     """Each part is one copy here; the stream must never be empty between two of them."""
     tensor = torch.zeros(24 * MiB, dtype=torch.uint8, device=DEVICE)
-    Snapshot.async_take(path, {"state": StateDict(tensor=tensor)}, memory_budget_bytes=64 * MiB).wait()
+    Snapshot.async_take(
+        path, {"state": StateDict(tensor=tensor)}, options=TakeOptions(memory_budget_bytes=64 * MiB)
+    ).wait()
     assert extension.counts()["most_waiting"] >= 2
 
 
@@ -771,13 +791,13 @@ def test_device_digests_verify_a_restore(path, digesting, budget):
     Snapshot.take(path, {"state": StateDict(tensors)})
     digesting.clear()
     live = StateDict({name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
-    Snapshot(path).restore({"state": live}, memory_budget_bytes=budget)
+    Snapshot(path).restore({"state": live}, options=RestoreOptions(memory_budget_bytes=budget))
     assert 12_000_000 <= sum(digesting) <= 12_600_000
     for name, tensor in tensors.items():
         assert torch.equal(live[name].cpu(), tensor.cpu()), name
     damage(path, 0.5)
     with pytest.raises(CorruptSnapshotError, match=r"state/5: .*digest must be xxh3:\w+, got xxh3:"):
-        Snapshot(path).restore({"state": live}, memory_budget_bytes=budget)
+        Snapshot(path).restore({"state": live}, options=RestoreOptions(memory_budget_bytes=budget))
     release_memory()
 
 
@@ -919,7 +939,7 @@ def test_restore_refuses_strided_tensors_that_share_some_elements(path):
     memory = torch.full((8, 12), 7.0, device=DEVICE)
     for view in (memory[1:7, 1:7], memory.t()[:6, :6], memory[:6, 1::2]):
         with pytest.raises(RestoreError, match="share memory in the application"):
-            Snapshot(path).restore({"state": StateDict(x=memory[:6, :6], y=view)}, atomic=True)
+            Snapshot(path).restore({"state": StateDict(x=memory[:6, :6], y=view)}, options=RestoreOptions(atomic=True))
     assert set(memory.flatten().tolist()) == {7.0}
     for x, y in [(memory[:6, 0::2], memory[:6, 1::2]), (memory[:6, :6], memory[:6, 6:])]:
         memory.fill_(7.0)
@@ -1125,12 +1145,12 @@ def test_base_shares_frozen_tensors_of_a_device(path, request, how, device_diges
 def test_base_with_only_trainable_omits_and_compares_frozen_tensors_of_a_device(path):
     model = adapted()
     base = Snapshot.take(f"{path}/a", {"m": model})
-    made = Snapshot.take(f"{path}/b", {"m": model}, base=base, only="trainable")
+    made = Snapshot.take(f"{path}/b", {"m": model}, base=base, options=TakeOptions(only="trainable"))
     assert made.report.omitted_bytes == model.long.nbytes + model.strided.nbytes + model.short.nbytes
     made.restore({"m": model})
     model.strided.data[0, 0] += 1
     with pytest.raises(SnapshotError, match="strided"):
         made.restore({"m": model}, strict=False)
     fill(model.strided.data, 1.0)
-    made.restore({"m": model}, base=base)
+    made.restore({"m": model}, options=RestoreOptions(base=base))
     made.restore({"m": model})

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from snapshot import RNGState, Snapshot, StateDict
+from snapshot import RNGState, Snapshot, StateDict, TakeOptions
 from snapshot.io.arena import release_memory
 from snapshot_publish import Publisher, Subscriber
 
@@ -98,7 +98,7 @@ def test_async_take_does_not_include_an_optimizer_step_after_the_call(tmp_path, 
         moments = {i: cpu_tensors(each) for i, each in moments.items()}
         where = str(tmp_path / str(number))
         app = {"model": model, "optim": optimizer}
-        pending = Snapshot.async_take(where, app, staging=staging, durable=False)
+        pending = Snapshot.async_take(where, app, options=TakeOptions(staging=staging, durable=False))
         step()
         step()
         pending.wait()
@@ -171,7 +171,9 @@ def test_restore_of_a_compiled_run_continues_bit_for_bit(path, mode):
 
     train(range(5))
     addresses = [each.data_ptr() for each in model.parameters()]
-    pending = Snapshot.async_take(path, {"model": compiled, "optim": optimizer}, staging="overlapped")
+    pending = Snapshot.async_take(
+        path, {"model": compiled, "optim": optimizer}, options=TakeOptions(staging="overlapped")
+    )
     expected = train(range(5, 12))
     pending.wait()
     for _ in range(2):
@@ -312,7 +314,7 @@ class Rows(torch.utils.data.Dataset):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a fork beside threads
 def test_async_take_with_forked_data_loader_workers(path):
     state = {str(i): torch.full((16 * MiB,), float(i), device="cuda") for i in range(8)}
-    pending = Snapshot.async_take(path, {"state": StateDict(state)}, durable=False)
+    pending = Snapshot.async_take(path, {"state": StateDict(state)}, options=TakeOptions(durable=False))
     loader = torch.utils.data.DataLoader(Rows(), num_workers=3, batch_size=8, pin_memory=True)
     seen = [int(each) for batch in loader for each in batch[:, 0].cuda(non_blocking=True).tolist()]
     pending.wait()
@@ -327,7 +329,7 @@ def test_async_take_of_a_gigabyte_is_exact_with_each_worker(path, worker):
     generator = torch.Generator("cuda").manual_seed(4)
     make = lambda: torch.randint(-(2**31), 2**31, (50_000_003,), generator=generator, device="cuda", dtype=torch.int32)  # noqa: E731
     state = {str(i): make() for i in range(6)}
-    Snapshot.async_take(path, {"state": StateDict(state)}, worker=worker, durable=False).wait()
+    Snapshot.async_take(path, {"state": StateDict(state)}, options=TakeOptions(worker=worker, durable=False)).wait()
     live = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     Snapshot(path).restore({"state": StateDict(live)})
     assert all(torch.equal(live[name], tensor) for name, tensor in state.items())

@@ -11,7 +11,14 @@ from tests.device import fakedev
 extension = fakedev.load()
 
 import snapshot  # noqa: E402 - as below
-from snapshot import RNGState, Snapshot, StateDict, Target  # noqa: E402 - the device is there before the library is
+from snapshot import (  # noqa: E402 - the device is there before the library is
+    RestoreOptions,
+    RNGState,
+    Snapshot,
+    StateDict,
+    TakeOptions,
+    Target,
+)
 
 MiB = 1 << 20
 
@@ -214,9 +221,9 @@ def test_take_and_restore_copy_each_byte_once_and_allocate_no_device_memory(path
 
 def test_take_and_restore_copy_a_tensor_larger_than_memory_budget_bytes_in_parts(path):
     tensor = torch.randn(10 * MiB, device="fakedev")
-    Snapshot.take(path, {"state": StateDict(tensor=tensor)}, memory_budget_bytes=16 * MiB)
+    Snapshot.take(path, {"state": StateDict(tensor=tensor)}, options=TakeOptions(memory_budget_bytes=16 * MiB))
     state = StateDict(tensor=torch.zeros_like(tensor))
-    Snapshot(path).restore({"state": state}, memory_budget_bytes=16 * MiB)
+    Snapshot(path).restore({"state": state}, options=RestoreOptions(memory_budget_bytes=16 * MiB))
     assert_same(state["tensor"], tensor)
 
 

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from snapshot import Snapshot, StateDict, Target, TensorMap
+from snapshot import Snapshot, StateDict, TakeOptions, Target, TensorMap
 from snapshot.manifest import document
 from snapshot.testing import Fault, Log, Tap, tapped
 from snapshot.transform import verify
 from snapshot_merge import merge
+from tests.helpers.arguments import for_take
 
 SEED = 5
 
@@ -44,12 +45,14 @@ def save(path, scale=1.0, more=0, most=document.IN_ONE, **options):
     more = StateDict(sparse=torch.eye(300).to_sparse(), array=np.arange(90_000.0), mine=[rank, b"y" * rank])
     app_state = {"s": state, "own": own, "more": more}
     with mock.patch.object(document, "IN_ONE", most):
-        Snapshot.take(path, app_state, replicated=["s", "more/sparse", "more/array"], durable=False, **options)
+        Snapshot.take(
+            path, app_state, **for_take(replicated=["s", "more/sparse", "more/array"], durable=False, **options)
+        )
 
 
 def save_apart(path, state):
     """Take with all ranks: each has tensors of its own."""
-    Snapshot.take(path, {"m": StateDict(**state)}, durable=False)
+    Snapshot.take(path, {"m": StateDict(**state)}, options=TakeOptions(durable=False))
 
 
 class Kill(Tap):

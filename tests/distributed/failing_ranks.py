@@ -13,9 +13,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from snapshot import Snapshot, StateDict, StorageError
+from snapshot import RestoreOptions, Snapshot, StateDict, StorageError
 from snapshot.storages.file.files import Folders
 from snapshot.testing import Fault, Log, Stall, Tap, tapped
+from tests.helpers.arguments import for_restore
 
 SHARED = ["s/shared"]
 FULL = StorageError(28, "No space left on device")
@@ -297,7 +298,7 @@ def restore_where(which, what, path, **options):
             tap = Fault("read_into", times=None, error=StorageError(5, "Input/output error"))
     try:
         with tapped("tapped", tap):
-            Snapshot(f"tapped+file://{path}").restore(app, **options)
+            Snapshot(f"tapped+file://{path}").restore(app, **for_restore(**options))
     except Exception as error:  # noqa: BLE001 - the test looks at it
         touched = [name for name in ("own", "shared") if live[name].any()]
         touched += ["weight"] if what != "a shape differs" and app["m"].weight.any() else []
@@ -317,7 +318,9 @@ def break_off(which, path, timeout):
 
     app = {"s": state(dist.get_rank(), 0.0), "m": module(-1)}
     with mock.patch.object(dist, "broadcast", breaks):
-        Snapshot(path).restore(app, timeout=timeout, read_once=True, memory_budget_bytes=4 << 20)
+        Snapshot(path).restore(
+            app, timeout=timeout, options=RestoreOptions(read_once=True, memory_budget_bytes=4 << 20)
+        )
 
 
 # Takes that go on in the background

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from snapshot import CommitUnknown, RankError, Snapshot, SnapshotError, StateDict
+from snapshot import CommitUnknown, RankError, Snapshot, SnapshotError, StateDict, TakeOptions
 from tests.distributed import fault_points
 from tests.helpers.rank_pool import Died, Pool
 
@@ -83,7 +83,7 @@ class Known:
 
 def put_old(path):
     """A snapshot of one process, and files that are not ours."""
-    Snapshot.take(path, {"s": StateDict(x=torch.full((1000,), OLD))}, durable=False)
+    Snapshot.take(path, {"s": StateDict(x=torch.full((1000,), OLD))}, options=TakeOptions(durable=False))
     for name, text in FOREIGN.items():
         Path(path, name).write_text(text)
 
@@ -253,7 +253,7 @@ class Try:
                 own = Snapshot(path).read_object(f"{rank}/s/own")
                 assert own.eq(fault_points.VALUE + rank).all(), f"a wrong value of rank {rank}"
         assert Snapshot(path).verify().ok, "what stands there does not verify"
-        Snapshot.take(path, {"s": StateDict(x=1)}, overwrite=True, durable=False)
+        Snapshot.take(path, {"s": StateDict(x=1)}, overwrite=True, options=TakeOptions(durable=False))
         assert sorted(listed(path)) == sorted([".snapshot_metadata", *FOREIGN]), f"not cleaned: {sorted(listed(path))}"
 
 

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from snapshot import Snapshot, StateDict
+from snapshot import RestoreOptions, Snapshot, StateDict
 from snapshot.distributed.group import Ranks
 from snapshot.testing import Tap, tapped
 from tests.distributed import failing_ranks as ranks
@@ -127,7 +127,9 @@ def act(verb, path, which=None, point=None, what=None, timeout=10.0, seconds=0.0
                 ranks.save(verb, place, app, timeout=timeout, overwrite=True)
             else:
                 once = verb == "read_once"
-                Snapshot(place).restore(app, timeout=timeout, read_once=once, memory_budget_bytes=4 << 20)
+                Snapshot(place).restore(
+                    app, timeout=timeout, options=RestoreOptions(read_once=once, memory_budget_bytes=4 << 20)
+                )
             points.meet("return")
     except Exception as error:
         error.handed = app["s"].handed

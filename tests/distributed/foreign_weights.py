@@ -5,7 +5,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import snapshot_merge
-from snapshot import Snapshot, Target, TensorMap
+from snapshot import RestoreOptions, Snapshot, Target, TensorMap
 
 DENSE = [{"names": "dense.kernel -> weight", "axes": "i o -> o i"}, "dense.bias -> bias"]
 
@@ -23,7 +23,9 @@ def restore_mapped(path):
     module = nn.Linear(8, 4)
     fully_shard(module)
     tensor_map = TensorMap(DENSE, others="drop")
-    Snapshot(path).restore({"params": module}, map=tensor_map, select=["params/**"], cast="same_kind")
+    Snapshot(path).restore(
+        {"params": module}, select=["params/**"], options=RestoreOptions(map=tensor_map, cast="same_kind")
+    )
     return {name: each.full_tensor() for name, each in module.state_dict().items()}
 
 
@@ -32,7 +34,7 @@ def restore_quantised(path, method, rows, columns):
     module = nn.Linear(columns, rows)
     fully_shard(module)
     tensor_map = TensorMap(["layers.0.q_proj.{rest...} -> {rest...}"], dequantise=method)
-    Snapshot(path).restore({"model": module}, map=tensor_map, cast="same_kind")
+    Snapshot(path).restore({"model": module}, options=RestoreOptions(map=tensor_map, cast="same_kind"))
     return {name: each.full_tensor() for name, each in module.state_dict().items()}
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from snapshot import ModelState, RestoreError, Snapshot, SnapshotManager, StateDict
+from snapshot import ModelState, RestoreError, RestoreOptions, Snapshot, SnapshotManager, StateDict, TakeOptions
 
 WIDTH = 512
 
@@ -106,7 +106,9 @@ def _adapter(path, kind):
     net = wrap(kind, Net())
     Snapshot.take(f"{path}/base", {"model": ModelState(net)})
     change(net)
-    made = Snapshot.take(f"{path}/adapter", {"model": ModelState(net)}, base=f"{path}/base", only="trainable")
+    made = Snapshot.take(
+        f"{path}/adapter", {"model": ModelState(net)}, base=f"{path}/base", options=TakeOptions(only="trainable")
+    )
     made.restore({"model": ModelState(net)})
     return made.report.omitted_bytes
 
@@ -118,7 +120,7 @@ def test_only_trainable_omits_frozen_shards_and_restores_on_other_world_sizes(tw
     state = {"model": ModelState(net)}
     with pytest.raises(RestoreError, match="base"):
         Snapshot(f"{folder}/adapter").restore(state)
-    Snapshot(f"{folder}/adapter").restore(state, base=f"{folder}/base")
+    Snapshot(f"{folder}/adapter").restore(state, options=RestoreOptions(base=f"{folder}/base"))
     for name, value in Net().state_dict().items():
         assert net.state_dict()[name].equal(value if name != "head.weight" else torch.ones_like(value))
     if kind == "ddp":

@@ -20,6 +20,7 @@ from snapshot import (
     SnapshotError,
     SnapshotExistsError,
     StateDict,
+    TakeOptions,
     Target,
     load,
 )
@@ -349,7 +350,9 @@ def test_verify_by_ranks_reads_each_range_once_and_reports_the_same(two, four, s
 @pytest.mark.parametrize("form", ["torch", "dcp", "safetensors"])
 def test_verify_by_ranks_of_other_formats_reports_the_bytes_of_one_process(two, tmp_path, form):
     state = {f"w{n}": torch.randn(100_000 * (n + 1)) for n in range(9)}
-    Snapshot.take(tmp_path / "from", {"m": StateDict(**state, words=[b"x" * 400_000])}, durable=False)
+    Snapshot.take(
+        tmp_path / "from", {"m": StateDict(**state, words=[b"x" * 400_000])}, options=TakeOptions(durable=False)
+    )
     origin = tmp_path / ("made.pt" if form == "torch" else "made")
     Snapshot(tmp_path / "from").convert(Target(origin, form), exclude=["m/words"] * (form == "safetensors"))
     alone = Snapshot(origin).verify()
@@ -359,7 +362,11 @@ def test_verify_by_ranks_of_other_formats_reports_the_bytes_of_one_process(two, 
 
 
 def test_verify_by_ranks_splits_a_large_range_and_names_damage_in_it(two, folder):
-    Snapshot.take(f"{folder}/one", {"m": StateDict(w=torch.randn(4_000_000), b=torch.randn(1000))}, durable=False)
+    Snapshot.take(
+        f"{folder}/one",
+        {"m": StateDict(w=torch.randn(4_000_000), b=torch.randn(1000))},
+        options=TakeOptions(durable=False),
+    )
     made = two.run(ranks.verify_in_pieces, f"tapped+file://{folder}/one")
     assert all(report.ok for report, *_ in made)
     data = [[each for each in reads if each[0].endswith(".safetensors")] for _, reads, _ in made]

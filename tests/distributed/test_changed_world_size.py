@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from snapshot import ModelState, RestoreError, RNGState, Snapshot, StateDict
+from snapshot import ModelState, RestoreError, RestoreOptions, RNGState, Snapshot, StateDict
+from tests.helpers.arguments import for_restore
 
 
 def _save(path, replicated):
@@ -117,7 +118,7 @@ def _save_stages(path):
 
 def _load_whole(path, options):
     model = _layers(["first", "second"], -9.0)
-    report = Snapshot(path).restore({"state": ModelState(model)}, **options)
+    report = Snapshot(path).restore({"state": ModelState(model)}, **for_restore(**options))
     found = {name: set(parameter.flatten().tolist()) for name, parameter in model.named_parameters()}
     return found, {str(line).split()[1] for line in report.skipped}
 
@@ -158,7 +159,7 @@ def _once(path, once, restore):
     expected = {name: value.clone() for name, value in state.items()}
     for value in state.values():
         value.zero_()
-    report = Snapshot(path).restore({"s": state}, read_once=once)
+    report = Snapshot(path).restore({"s": state}, options=RestoreOptions(read_once=once))
     for name, value in expected.items():
         assert state[name].equal(value), name
     return report.bytes_read
@@ -174,7 +175,7 @@ def test_read_once_reads_what_all_ranks_want_once(four, folder, once):
 
 def _load_into_keys(path, options):
     live = StateDict(position=-1, step=0, new="kept")
-    report = Snapshot(path).restore({"mine": live}, unused="ignore", **options)
+    report = Snapshot(path).restore({"mine": live}, **for_restore(unused="ignore", **options))
     return dict(live), sorted(str(line).split(":")[0] for line in report)
 
 
@@ -199,7 +200,7 @@ def _pair(path, take, cast):
         net(torch.ones(1, 4)).sum().backward()
         optimizer.step()
         return Snapshot.take(path, {"net": net, "optim": optimizer}, replicated=["**"]) and None
-    Snapshot(path).restore({"net": net, "optim": optimizer}, cast=cast)
+    Snapshot(path).restore({"net": net, "optim": optimizer}, options=RestoreOptions(cast=cast))
     optimizer.zero_grad()
     net(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, zeros
 
-from snapshot import Snapshot, StateDict
+from snapshot import Snapshot, StateDict, TakeOptions
 from tests.helpers.versions import distribute
 
 SHAPE = (1200, 700)
@@ -25,9 +25,9 @@ def _save(path, way, base=None):
     )
     app = {"s": state}
     if way == "take":
-        Snapshot.take(path, app, replicated=["s/same"], compression="zstd", base=base)
+        Snapshot.take(path, app, replicated=["s/same"], base=base, options=TakeOptions(compression="zstd"))
     else:
-        Snapshot.async_take(path, app, replicated=["s/same"], compression="zstd", base=base).wait()
+        Snapshot.async_take(path, app, replicated=["s/same"], base=base, options=TakeOptions(compression="zstd")).wait()
 
 
 def _load(path, dim):

@@ -9,7 +9,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from snapshot import ModelState, RestoreError, RNGState, Snapshot, SnapshotManager, StateDict, TakeOptions
+from snapshot import (
+    ModelState,
+    RestoreError,
+    RestoreOptions,
+    RNGState,
+    Snapshot,
+    SnapshotManager,
+    StateDict,
+    TakeOptions,
+)
 from snapshot.distributed import known_replication
 from snapshot.manifest import document
 from snapshot.plan import layout
@@ -63,7 +72,7 @@ def _save(path, form, how="take"):
 
 def _load(path, form, strict=True, exclude=()):
     app, *live = _train(form, seed=5)
-    Snapshot(f"{path}/step-1").restore(app, strict=strict, exclude=exclude)
+    Snapshot(f"{path}/step-1").restore(app, strict=strict, options=RestoreOptions(exclude=exclude))
     return _bits(*live)
 
 

@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from snapshot import CommitUnknown, RankError, Snapshot, SnapshotExistsError, StateDict, StorageError, Target, load
+from snapshot import (
+    CommitUnknown,
+    RankError,
+    Snapshot,
+    SnapshotExistsError,
+    StateDict,
+    StorageError,
+    TakeOptions,
+    Target,
+    load,
+)
 from tests.distributed import bulk_verbs as ranks
 from tests.helpers.rank_pool import Died
 
@@ -20,7 +30,7 @@ def source(tmp_path):
     """A snapshot of ones. At the destination, there is an export of zeros."""
     for value, name in enumerate(("old", "new")):
         state = {f"w{n}": torch.full((200_000,), float(value)) for n in range(5)}
-        Snapshot.take(tmp_path / name, {"m": StateDict(**state)}, durable=False)
+        Snapshot.take(tmp_path / name, {"m": StateDict(**state)}, options=TakeOptions(durable=False))
     Snapshot(tmp_path / "old").convert(Target(tmp_path / "made", "safetensors", shard_bytes=MiB, durable=False))
     return tmp_path / "new"
 
@@ -119,7 +129,7 @@ def test_copy_and_convert_that_lose_to_another_job_name_the_cause(fresh_pool, tm
         pool.start(partial(call, timeout=60.0), verb, str(tmp_path / "apart"), f"tapped+file://{tmp_path}/lost")
         while not Path(tmp_path, "sent").exists():  # both ranks have written
             time.sleep(0.01)
-        Snapshot.take(tmp_path / "lost", {"m": StateDict(w=torch.ones(9))}, durable=False)
+        Snapshot.take(tmp_path / "lost", {"m": StateDict(w=torch.ones(9))}, options=TakeOptions(durable=False))
         pool.cont(0)
         outcomes = pool.finish()
     for each in outcomes:

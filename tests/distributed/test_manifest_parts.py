@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from snapshot import CorruptSnapshotError, RestoreError, Sharded, Snapshot, SnapshotError, StateDict
+from snapshot import CorruptSnapshotError, RestoreError, RestoreOptions, Sharded, Snapshot, SnapshotError, StateDict
 from snapshot.io import host_share
 from snapshot.io.registry import open_storage, register
 from snapshot.io.url import URL
@@ -209,7 +209,7 @@ def _replicas(path, lost):
         sorted(Path(path, "data").glob("*.safetensors"))[-1].unlink()
     dist.barrier()
     with pytest.raises(SnapshotError, match="is missing") if lost else contextlib.nullcontext():
-        Snapshot(f"remote+file://{path}").restore({"s": live}, read_once=False)
+        Snapshot(f"remote+file://{path}").restore({"s": live}, options=RestoreOptions(read_once=False))
     assert all(live[name].eq(0 if lost else value).all() for name, value in values.items())
     return [each.path for each in Remote.log.of("stat", "data/*")]
 

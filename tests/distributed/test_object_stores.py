@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from snapshot import RankError, Snapshot, SnapshotExistsError, StateDict, Target, load
+from snapshot import RankError, Snapshot, SnapshotExistsError, StateDict, TakeOptions, Target, load
 from tests.helpers.fault_proxy import FaultProxy
 
 MiB = 1 << 20
@@ -99,7 +99,7 @@ def _share_verbs(folder, url, given):
 
 
 def _take(path):
-    Snapshot.take(path, state(), replicated=["s/shared"], durable=False)
+    Snapshot.take(path, state(), replicated=["s/shared"], options=TakeOptions(durable=False))
 
 
 def test_s3_copy_and_convert_are_shared_by_ranks(two, moto, folder):

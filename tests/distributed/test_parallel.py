@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from snapshot import ModelState, Sharded, Snapshot, SnapshotError, StateDict
+from snapshot import ModelState, Sharded, Snapshot, SnapshotError, StateDict, TakeOptions
 from tests.helpers.states import expect_equal
 
 FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
@@ -359,9 +359,10 @@ def _overlapped(path, kind, worker):
         with stalling(on="write", times=None) as stall:
             pending = Snapshot.async_take(
                 f"stalling+file://{path}/{number}" if worker == "thread" else f"{path}/{number}",
-                app, replicated=replicated, staging="overlapped", worker=worker,
-                memory_budget_bytes=2 << 20,
-            )  # fmt: skip
+                app,
+                replicated=replicated,
+                options=TakeOptions(staging="overlapped", worker=worker, memory_budget_bytes=2 << 20),
+            )
             was_staged = pending.staged()
             timer = threading.Timer(0.2, stall.release)
             timer.start()
@@ -446,7 +447,9 @@ def _steps_beside_copies(path, name):
     for number in range(3):
         expected = _copied(app)
         pending = Snapshot.async_take(
-            f"{path}/{name}-{number}", app, staging="overlapped", memory_budget_bytes=(1 + number) << 19
+            f"{path}/{name}-{number}",
+            app,
+            options=TakeOptions(staging="overlapped", memory_budget_bytes=(1 + number) << 19),
         )
         step(2 * number + 1)
         pending.wait(60)
@@ -472,7 +475,7 @@ def _changed_uncounted(path, change):
     parameters = list(app["train"].model.parameters())
     with stalling(on="write", times=None) as stall:
         pending = Snapshot.async_take(
-            f"stalling+file://{path}/s", app, staging="overlapped", memory_budget_bytes=1 << 19
+            f"stalling+file://{path}/s", app, options=TakeOptions(staging="overlapped", memory_budget_bytes=1 << 19)
         )
         assert not pending.staged()
         with torch.no_grad():

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from snapshot import ModelState, RestoreError, Sharded, Snapshot, SnapshotError, StateDict
+from snapshot import ModelState, RestoreError, RestoreOptions, Sharded, Snapshot, SnapshotError, StateDict, TakeOptions
+from tests.helpers.arguments import for_restore
 
 
 def _off_the_mesh(path):
@@ -131,7 +132,7 @@ def _check(path, kind):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         state = StateDict(b=DTensor.from_local(value, mesh, [Replicate()], run_check=False))
     globs = ["s/b"] if kind == "tied" else None
-    Snapshot.take(path, {"s": state}, replicated=globs, check_replicated=True)
+    Snapshot.take(path, {"s": state}, replicated=globs, options=TakeOptions(check_replicated=True))
 
 
 @pytest.mark.parametrize("kind", ["tied", "dtensor"])
@@ -147,7 +148,7 @@ def _for_all(path, arguments, take):
     state = {f"k{rank}": StateDict(x=torch.zeros(3) if not take else torch.ones(3), y=1)}
     if take:
         return Snapshot.take(path, state) and None
-    Snapshot(path).restore(state, **arguments)
+    Snapshot(path).restore(state, **for_restore(**arguments))
     return float(state[f"k{rank}"]["x"].sum())
 
 
@@ -167,7 +168,7 @@ def _private(path, arguments, take):
     if take:
         return Snapshot.take(path, {"s": state}) and None
     live = StateDict(a=torch.zeros(2), l=[7, 7], o={"p": 0})
-    Snapshot(path).restore({"s": live}, **arguments)
+    Snapshot(path).restore({"s": live}, **for_restore(**arguments))
     return float(live["a"].sum()), live["l"], live["o"]["p"]
 
 
@@ -217,7 +218,7 @@ def _objects(path, take):
     if take:
         return Snapshot.take(path, {"s": state}, replicated=["s"]) and None
     live = StateDict(w=torch.zeros(1 << 19))
-    report = Snapshot(path).restore({"s": live}, read_once=True)
+    report = Snapshot(path).restore({"s": live}, options=RestoreOptions(read_once=True))
     assert live["data"] == state["data"]
     assert live["text"] == state["text"]
     assert live["w"].eq(1).all()
@@ -332,7 +333,7 @@ def _stages_of_one_name(path):
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "dp"))["dp"]
     tensor = distribute_tensor(torch.full((50,), float(rank // 2)), mesh, [Replicate()])
-    Snapshot.take(path, {"s": StateDict(w=tensor)}, check_replicated=True)
+    Snapshot.take(path, {"s": StateDict(w=tensor)}, options=TakeOptions(check_replicated=True))
 
 
 def test_pipeline_stages_with_one_name_are_not_compared(four, folder):
@@ -358,7 +359,7 @@ def _empty_objects(path):
     state = StateDict(data=bytearray(b""), w=torch.ones(1 << 19))
     Snapshot.take(path, {"s": state}, replicated=["s"])
     live = StateDict(w=torch.zeros(1 << 19))
-    Snapshot(path).restore({"s": live}, read_once=True)
+    Snapshot(path).restore({"s": live}, options=RestoreOptions(read_once=True))
     return live["data"], float(live["w"].mean())
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from snapshot import Snapshot, SnapshotError, StateDict
+from snapshot import RestoreOptions, Snapshot, SnapshotError, StateDict
 from snapshot.errors import StorageError
 from snapshot.testing import Fault, tapped
 
@@ -20,7 +20,9 @@ def _load(path, failing, nth):
     fault = Fault(on="read_into", path="*.safetensors", nth=nth, times=None, error=StorageError("the disk failed"))
     with tapped("failing", *([fault] if dist.get_rank() == failing else [])):
         try:
-            Snapshot(f"failing+file://{path}").restore({"s": live}, verify=False, read_once=True)
+            Snapshot(f"failing+file://{path}").restore(
+                {"s": live}, options=RestoreOptions(verify=False, read_once=True)
+            )
         except SnapshotError as error:
             return str(error)
     return ""

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from snapshot import RestoreError, Snapshot, SnapshotError, StateDict
+from snapshot import RestoreError, Snapshot, SnapshotError, StateDict, TakeOptions
 from snapshot.errors import SuspectStateError
 from tests.distributed.written_bytes import written
 
@@ -44,7 +44,9 @@ def test_replicated_globs_count_only_if_all_ranks_gave_them_and_hold_equal_value
 def _differs(path, tensor, check):
     rank = dist.get_rank()
     value = torch.full((5000,), float(rank)) if tensor else rank
-    Snapshot.take(path, {"s": StateDict(same=1, x=value)}, replicated=["s/**"], check_replicated=check)
+    Snapshot.take(
+        path, {"s": StateDict(same=1, x=value)}, replicated=["s/**"], options=TakeOptions(check_replicated=check)
+    )
 
 
 def test_replicated_inline_values_that_differ_raise_and_are_named(two, folder):
@@ -106,7 +108,7 @@ def _balance(path, sizes):
     state = StateDict(**{f"w{i}": torch.zeros(size) for i, size in enumerate(sizes)})
     own = torch.zeros(1000 * dist.get_rank())
     plan = Snapshot.plan({"s": state, "own": StateDict(x=own)}, replicated=["s/**"], path=path)
-    Snapshot.take(path, {"s": state, "own": StateDict(x=own)}, replicated=["s/**"], plan=plan)
+    Snapshot.take(path, {"s": state, "own": StateDict(x=own)}, replicated=["s/**"], options=TakeOptions(plan=plan))
     return plan.bytes_per_rank
 
 
@@ -303,7 +305,7 @@ def _broken_on_one(path, guards):
         with torch.no_grad():
             model.weight.fill_(float("nan"))
     try:
-        report = Snapshot.take(path, {"m": model, "o": optimizer}, guards=guards).report
+        report = Snapshot.take(path, {"m": model, "o": optimizer}, options=TakeOptions(guards=guards)).report
     except SuspectStateError as error:
         return str(error)
     return [str(each) for each in report.findings]

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, zeros
 
-from snapshot import Snapshot, SnapshotError, SnapshotManager, StateDict, TakeOptions
+from snapshot import RestoreOptions, Snapshot, SnapshotError, SnapshotManager, StateDict, TakeOptions
 from snapshot.errors import StorageNotFoundError
 from snapshot.testing import Fault, recording, tapped
 from tests.helpers.versions import distribute
@@ -44,7 +44,7 @@ def _save(path, key="private", base=None):
         "another on rank 1": lambda: _key() if first else Ed25519PrivateKey.from_private_bytes(bytes(32)),
     }[key]()
     try:
-        Snapshot.take(path, {"s": state}, replicated=["s/same"], sign=given, base=base)
+        Snapshot.take(path, {"s": state}, replicated=["s/same"], base=base, options=TakeOptions(sign=given))
     except (SnapshotError, ValueError) as error:
         return str(error)
     return ""
@@ -53,7 +53,7 @@ def _save(path, key="private", base=None):
 def _save_many(path):
     """A manifest so long that each rank has a part of its own."""
     values = {f"v{number}": number + dist.get_rank() for number in range(120_000)}
-    Snapshot.take(path, {"s": StateDict(**values, rank=dist.get_rank())}, sign=_key())
+    Snapshot.take(path, {"s": StateDict(**values, rank=dist.get_rank())}, options=TakeOptions(sign=_key()))
 
 
 def _load(path, dim):
@@ -159,7 +159,7 @@ def _keyed_base(path, base):
     """Give the key of the base on rank 1 only."""
     key = _key().public_key() if dist.get_rank() else None
     try:
-        Snapshot.take(path, {"s": StateDict(n=1)}, base=Snapshot(base, key=key), sign=_key())
+        Snapshot.take(path, {"s": StateDict(n=1)}, base=Snapshot(base, key=key), options=TakeOptions(sign=_key()))
     except SnapshotError as error:
         return str(error)
     return ""
@@ -175,7 +175,9 @@ def _load_once(path, keyed, other):
     live = StateDict(w=torch.zeros(4 << 20))
     key = _key() if dist.get_rank() in keyed else Ed25519PrivateKey.from_private_bytes(bytes(32)) if other else None
     try:
-        Snapshot(path, key=key and key.public_key()).restore({"m": live}, verify=False, read_once=True)
+        Snapshot(path, key=key and key.public_key()).restore(
+            {"m": live}, options=RestoreOptions(verify=False, read_once=True)
+        )
     except SnapshotError as error:
         assert not live["w"].any()
         return str(error)
@@ -183,7 +185,9 @@ def _load_once(path, keyed, other):
 
 
 def _save_replicated(path):
-    Snapshot.take(path, {"m": StateDict(w=torch.arange(float(4 << 20)))}, replicated=["**"], sign=_key())
+    Snapshot.take(
+        path, {"m": StateDict(w=torch.arange(float(4 << 20)))}, replicated=["**"], options=TakeOptions(sign=_key())
+    )
 
 
 @pytest.mark.parametrize("other", [False, True])

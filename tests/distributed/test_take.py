@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from snapshot import RNGState, Snapshot, StateDict
+from snapshot import RNGState, Snapshot, StateDict, TakeOptions
 
 
 def stored(path):
@@ -116,7 +116,9 @@ def _read_back(path, damaged):
     state = StateDict(own=torch.full((200_000,), float(rank)), shared=torch.arange(300_000))
     fault = faulty(on="write", path=f"*-{damaged}-0.safetensors", flip=9, must_happen=rank == damaged)
     with fault:
-        Snapshot.take(f"faulty+file://{path}", {"s": state}, replicated=["s/shared"], read_back=True)
+        Snapshot.take(
+            f"faulty+file://{path}", {"s": state}, replicated=["s/shared"], options=TakeOptions(read_back=True)
+        )
 
 
 def test_read_back_mismatch_on_one_rank_commits_nothing(two, folder):

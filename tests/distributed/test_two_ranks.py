@@ -28,6 +28,7 @@ from snapshot.storages.file.file_storage import FileStorage
 from snapshot.storages.file.files import drop_cache, open_direct
 from snapshot.testing import Fault, tapped
 from snapshot_merge import merge
+from tests.helpers.arguments import for_restore
 
 
 def _state(value, own):
@@ -296,7 +297,9 @@ def _read_once(path, only=((), ()), faults=((), ()), **options):
         patch.setattr(shared_reads, "PART", 1)
         patch.setattr(shared_reads, "WORTH", options.pop("worth", 1))
         try:
-            report = Snapshot(f"shaky+file://{path}").restore({"s": live}, **{"read_once": True, **options})
+            report = Snapshot(f"shaky+file://{path}").restore(
+                {"s": live}, **for_restore(**{"read_once": True, **options})
+            )
         except SnapshotError as error:
             return str(error), [name for name, value in live.named_buffers() if value.any()]
     assert [name for name, value in live.named_buffers() if not torch.equal(value, _values()[name])] == []

@@ -17,8 +17,9 @@ from unittest import mock
 
 import torch
 
-from snapshot import Snapshot, SnapshotError, StateDict
+from snapshot import Snapshot, SnapshotError, StateDict, TakeOptions
 from snapshot.testing import Stall, Tap, tapped
+from tests.helpers.arguments import for_restore
 from tests.helpers.rank_pool import ENVIRONMENT, PRELOAD
 
 PATIENCE = 300
@@ -93,15 +94,15 @@ def job(verb, url, version, nth=None, wait=None, pause=0.0):
 
 
 def _take(place, version):
-    Snapshot.take(place, state(version), durable=False)
+    Snapshot.take(place, state(version), options=TakeOptions(durable=False))
 
 
 def _overwrite(place, version):
-    Snapshot.take(place, state(version), overwrite=True, durable=False)
+    Snapshot.take(place, state(version), overwrite=True, options=TakeOptions(durable=False))
 
 
 def _in_background(place, version):
-    Snapshot.async_take(place, state(version), overwrite=True, durable=False).wait(PATIENCE)
+    Snapshot.async_take(place, state(version), overwrite=True, options=TakeOptions(durable=False)).wait(PATIENCE)
 
 
 def _delete(place, version):
@@ -111,7 +112,7 @@ def _delete(place, version):
 def _restore(place, version, **options):
     live = state(0)
     try:
-        Snapshot(place).restore(live, **options)
+        Snapshot(place).restore(live, **for_restore(**options))
     except SnapshotError as error:
         written = [name for name, version in versions(live["s"]).items() if version != 0]
         told = [path.removeprefix("s/") for path in getattr(error, "touched", ())]
@@ -146,10 +147,10 @@ def _fork(place, own):
     url = place.partition("+")[2]
     alone = Step()
     with tapped("alone", alone):
-        Snapshot.async_take(f"alone+{url}.alone", state(1), durable=False).wait(PATIENCE)
+        Snapshot.async_take(f"alone+{url}.alone", state(1), options=TakeOptions(durable=False)).wait(PATIENCE)
     stall, steps = Stall("finish"), Step()
     with tapped("forking", steps, stall):
-        pending = Snapshot.async_take(f"forking+{url}", state(1), overwrite=True, durable=False)
+        pending = Snapshot.async_take(f"forking+{url}", state(1), overwrite=True, options=TakeOptions(durable=False))
         stall.wait_reached()
         child = os.fork()
         if child == 0:
@@ -172,8 +173,8 @@ def _child(url, own, pending):
             pending.wait(1)
             return 1
         mine = f"{url}.child" if own == "elsewhere" else url
-        Snapshot.take(mine, state(2), overwrite=True, durable=False)
-        Snapshot.async_take(mine, state(2), overwrite=True, durable=False).wait(PATIENCE)
+        Snapshot.take(mine, state(2), overwrite=True, options=TakeOptions(durable=False))
+        Snapshot.async_take(mine, state(2), overwrite=True, options=TakeOptions(durable=False)).wait(PATIENCE)
         live = state(0)
         Snapshot(mine).restore(live)
         threading._shutdown()

@@ -18,6 +18,7 @@ from snapshot.testing import Tap, tapped
 from tests.faults.killed_jobs import VERBS, call, check, outcome, prepare
 from tests.faults.mounted_disks import lose_power
 from tests.faults.shared_folder import Place, fresh
+from tests.helpers.arguments import for_take
 
 SOURCE = Path(__file__).parent / "failing_calls.c"
 FAIL, PART, AFTER, NOTHING, DIE, DIE_HALFWAY = range(6)
@@ -192,7 +193,7 @@ def without_descriptors(verb, path, spare, worker):
         try:
             options = {"worker": "process"} if worker else {}
             if worker:
-                Snapshot.async_take(path, fresh(), overwrite=True, **options).wait()
+                Snapshot.async_take(path, fresh(), **for_take(overwrite=True, **options)).wait()
             else:
                 call(verb, path)
         finally:
@@ -266,7 +267,7 @@ def filling(path, elements, options):
     """In a fork: a take of so many floats."""
 
     def work(result):
-        Snapshot.take(path, {"s": StateDict(x=torch.ones(elements))}, **options)
+        Snapshot.take(path, {"s": StateDict(x=torch.ones(elements))}, **for_take(**options))
 
     return told(work)
 

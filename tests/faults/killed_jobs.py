@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotNotFoundError
 from snapshot.testing import Log, Tap, tapped
 from tests.faults.shared_folder import OURS, Place, files, fresh, state, take
+from tests.helpers.arguments import for_take
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 SECOND = 2  # the version that a job takes; 1 is what stood there
@@ -68,24 +69,26 @@ def half_a_write():
 
 
 def do_take(url, version=SECOND, **options):
-    Snapshot.take(url, state(version), metadata={"version": version}, **options)
+    Snapshot.take(url, state(version), **for_take(metadata={"version": version}, **options))
 
 
 def do_async(url, version=SECOND, **options):
     application = state(version)
-    pending = Snapshot.async_take(url, application, metadata={"version": version}, **options)
+    pending = Snapshot.async_take(url, application, **for_take(metadata={"version": version}, **options))
     pending.wait()
 
 
 def do_based(url, version=SECOND, **options):
     """Share the file of the tower with the existing snapshot."""
-    snapshot = Snapshot.take(url, state(version), metadata={"version": version}, base=url, overwrite=True, **options)
+    snapshot = Snapshot.take(
+        url, state(version), **for_take(metadata={"version": version}, base=url, overwrite=True, **options)
+    )
     assert snapshot.report.shared_files == 1
 
 
 def do_based_async(url, version=SECOND, **options):
     metadata = {"version": version}
-    Snapshot.async_take(url, state(version), metadata=metadata, base=url, overwrite=True, **options).wait()
+    Snapshot.async_take(url, state(version), **for_take(metadata=metadata, base=url, overwrite=True, **options)).wait()
 
 
 def do_delete(url):

@@ -5,7 +5,15 @@ import warnings
 
 import torch
 
-from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, SnapshotNotFoundError, StateDict, Target
+from snapshot import (
+    CorruptSnapshotError,
+    RestoreOptions,
+    Snapshot,
+    SnapshotError,
+    SnapshotNotFoundError,
+    StateDict,
+    Target,
+)
 from snapshot.testing import tapped
 from tests.faults.failing_calls import Do
 from tests.faults.killed_jobs import VERBS, call, check, die, do_take, logged, outcome, prepare
@@ -81,7 +89,7 @@ def honest(path):
     except CorruptSnapshotError:
         whole = False
     try:
-        Snapshot(path).restore(live, atomic=True)
+        Snapshot(path).restore(live, options=RestoreOptions(atomic=True))
     except SnapshotError:
         assert not whole
         assert holds(live, 0)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from snapshot import Snapshot, SnapshotNotFoundError, StateDict
+from tests.helpers.arguments import for_take
 
 # Written here once more, and not taken from the library: so that a mistake there is not one here, too.
 OURS = re.compile(
@@ -81,7 +82,7 @@ def holds(live, version):
 
 
 def take(path, version, **options):
-    return Snapshot.take(path, state(version), durable=False, metadata={"version": version}, **options)
+    return Snapshot.take(path, state(version), **for_take(metadata={"version": version}, durable=False, **options))
 
 
 def files(path):

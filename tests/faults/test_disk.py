@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from snapshot import Snapshot, SnapshotExistsError, StateDict
+from snapshot import Snapshot, SnapshotExistsError, StateDict, TakeOptions
 from snapshot.manifest.document import METADATA
 from snapshot.save.transaction import Transaction
 from snapshot.storages.file.file_storage import FileStorage
@@ -224,5 +224,7 @@ def test_take_whose_data_files_are_removed_before_the_commit_does_not_commit(
 
     monkeypatch.setattr(Transaction, "_expect_claim", gone)
     with pytest.raises(SnapshotExistsError, match="deleted"):
-        Snapshot.async_take(tmp_path / "s", {"s": StateDict(x=torch.ones(1000))}, worker=worker).wait()
+        Snapshot.async_take(
+            tmp_path / "s", {"s": StateDict(x=torch.ones(1000))}, options=TakeOptions(worker=worker)
+        ).wait()
     assert not [path for path in (tmp_path / "s").rglob("*") if path.is_file()]

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from snapshot import CorruptSnapshotError, ModelState, Snapshot, StateDict, Target
+from snapshot import CorruptSnapshotError, ModelState, RestoreOptions, Snapshot, StateDict, Target
 from snapshot.errors import UnsafeObjectError, UnsupportedFormatError
 from snapshot.testing import recording
 from snapshot.transform.to_dcp import archive_object
@@ -148,7 +148,7 @@ def test_dcp_objects_that_need_a_pickle_are_refused_before_restore_changes_anyth
     with pytest.raises(UnsafeObjectError):
         Snapshot(tmp_path / "c").restore({"m": live})
     assert not live["w"].any()
-    Snapshot(tmp_path / "c").restore({"m": live}, exclude=["m/odd"])
+    Snapshot(tmp_path / "c").restore({"m": live}, options=RestoreOptions(exclude=["m/odd"]))
     assert live["w"].all()
 
 
@@ -223,7 +223,7 @@ def test_dcp_compressed_items_are_read(tmp_path):
     expect_equal(snapshot.read_object("0/m"), state["m"])
     assert torch.equal(snapshot.read_object("0/m/turned", box=[slice(3, 9), 599]), state["m"]["turned"][3:9, 599])
     live = StateDict(load_like({name: each for name, each in state["m"].items() if isinstance(each, torch.Tensor)}))
-    snapshot.restore({"m": live}, strict=False, memory_budget_bytes=4 << 20)
+    snapshot.restore({"m": live}, strict=False, options=RestoreOptions(memory_budget_bytes=4 << 20))
     expect_equal(dict(live), {name: state["m"][name] for name in live})
     assert snapshot.verify()
 

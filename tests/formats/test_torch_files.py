@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from snapshot import CorruptSnapshotError, ModelState, RestoreError, Snapshot, StateDict
+from snapshot import CorruptSnapshotError, ModelState, RestoreError, RestoreOptions, Snapshot, StateDict
 from snapshot.errors import UnsafeObjectError, UnsupportedFormatError
 from snapshot.testing import recording
 from tests.helpers.foreign_states import repacked, state, with_numpy
@@ -66,7 +66,9 @@ def test_torch_file_restores_in_place_with_cast_and_rename(tmp_path):
     other = nn.ModuleDict({"body": nn.Linear(4, 3).double(), "head": nn.Linear(3, 2).double()})
     held = other["body"].weight.data_ptr()
     names = {f"model/{a}.{p}": f"model/{b}.{p}" for a, b in (("0", "body"), ("1", "head")) for p in ("weight", "bias")}
-    report = Snapshot(tmp_path / "c.pt").restore({"model": other}, rename=names, cast="same_kind")
+    report = Snapshot(tmp_path / "c.pt").restore(
+        {"model": other}, rename=names, options=RestoreOptions(cast="same_kind")
+    )
     assert len(report.cast) == 4
     assert other["body"].weight.data_ptr() == held
     assert torch.equal(other["head"].weight, model[1].weight.double())
@@ -125,7 +127,7 @@ def test_torch_file_objects_that_need_a_pickle_are_named_and_the_rest_is_read(tm
     with pytest.raises(UnsafeObjectError):
         snapshot.restore({"s": live})
     assert not live["w"].any()
-    snapshot.restore({"s": live}, exclude=["s/args", "s/odd"])
+    snapshot.restore({"s": live}, options=RestoreOptions(exclude=["s/args", "s/odd"]))
     assert live["w"].all()
 
 
@@ -150,7 +152,7 @@ def test_torch_file_compressed_or_big_endian_is_read(tmp_path, swap):
     assert torch.equal(snapshot.read_object("0/a", box=[slice(250_000, 250_003)]), tensors["a"][250_000:250_003])
     assert torch.equal(snapshot.read_object("0/b", box=[5]), tensors["b"][5])
     live = {name: torch.zeros_like(each) for name, each in tensors.items()}
-    snapshot.restore({"s": StateDict(live)}, memory_budget_bytes=4 << 20)
+    snapshot.restore({"s": StateDict(live)}, options=RestoreOptions(memory_budget_bytes=4 << 20))
     expect_equal(live, tensors)
     assert snapshot.verify()
 
@@ -165,7 +167,7 @@ def test_torch_file_verify_finds_a_flipped_byte_and_atomic_changes_nothing(saved
     assert "crc32:" in report.faults[0]
     live = StateDict(**{"long": torch.zeros(300_000)})
     with pytest.raises(CorruptSnapshotError, match="crc32"):
-        Snapshot(saved).restore({"s": live}, select=["s/long"], atomic=True)
+        Snapshot(saved).restore({"s": live}, select=["s/long"], options=RestoreOptions(atomic=True))
     assert not live["long"].any()
 
 

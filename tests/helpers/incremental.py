@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from snapshot import Snapshot
+from tests.helpers.arguments import for_take
 
 
 def tuned():
@@ -27,6 +28,6 @@ def take_steps(root, count=3, **options):
     for step in range(count):
         base = taken[-1] if taken else []
         only = options if taken else {}
-        taken.append(Snapshot.take(root / f"step-{step}", {"model": model}, base=base, **only))
+        taken.append(Snapshot.take(root / f"step-{step}", {"model": model}, **for_take(base=base, **only)))
         train(model)
     return taken, model

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 
-from snapshot import RNGState, Snapshot, StateDict
+from snapshot import RNGState, Snapshot, StateDict, TakeOptions
 from snapshot.cli import main
 from snapshot.errors import UnsafeObjectError
 
@@ -52,7 +52,7 @@ sys.addaudithook(hook)
 watching = True
 Snapshot.take(root + "/s", app)
 Snapshot.take(root + "/s", app, overwrite=True)
-Snapshot.async_take(root + "/t", app, staging="overlapped").wait()
+Snapshot.async_take(root + "/t", app, options=TakeOptions(staging="overlapped")).wait()
 taken = Snapshot(root + "/s")
 assert taken.verify()
 taken.restore({key: app[key] for key in "mor"}, unused="ignore")
@@ -67,7 +67,7 @@ watching = False
 assert not met, met
 
 watching = True
-Snapshot.async_take(root + "/u", app, worker="process").wait()
+Snapshot.async_take(root + "/u", app, options=TakeOptions(worker="process")).wait()
 watching = False
 started = [each for each in met if each[0] == "subprocess.Popen"]
 assert len(started) == 1, met

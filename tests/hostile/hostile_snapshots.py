@@ -27,6 +27,7 @@ from snapshot.manifest.entries import AnyEntry
 from snapshot.storages import memory
 from snapshot.tensors.digest import digest_range
 from tests.helpers import wrapper_tensors
+from tests.helpers.arguments import for_restore
 
 ROOM = 1 << 30
 """Bytes of memory that it may take: far less than what hostile numbers ask for, far more than it needs."""
@@ -191,7 +192,7 @@ def exercise(url, paths=(), note=""):
     for options in ({}, {"strict": False, "cast": "any"}, {"select": ["state/tensor", "state/keys"]}):
         app = _apps.pop() if _apps else zeros()
         try:
-            snapshot.restore(app, **options)
+            snapshot.restore(app, **for_restore(**options))
             done += 1
         except SnapshotError:
             assert not app["state"].given, f"load_state_dict was called, and then it failed: {note}"

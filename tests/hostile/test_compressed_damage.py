@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, StateDict
+from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, StateDict, TakeOptions
 from snapshot.errors import UnsupportedFormatError
 from snapshot.manifest.document import METADATA, decode_document
 from snapshot.storages import memory
@@ -31,7 +31,7 @@ def state():
 @pytest.fixture(scope="module")
 def arrays():
     """The files of a compressed snapshot in memory, whose bytes can be changed in place."""
-    Snapshot.take("memory://packed", state(), compression="zstd", overwrite=True)
+    Snapshot.take("memory://packed", state(), overwrite=True, options=TakeOptions(compression="zstd"))
     files = memory._tree.get().files
     for path in [path for path in files if path.startswith("packed/")]:
         files[path] = memory._File(np.array(files[path].content))
@@ -78,7 +78,7 @@ def test_compressed_snapshot_damage_is_never_returned_as_a_value(arrays):
 
 
 def test_compressed_file_without_its_end_is_corrupt(arrays):
-    Snapshot.take("memory://short", state(), compression="zstd", overwrite=True)
+    Snapshot.take("memory://short", state(), overwrite=True, options=TakeOptions(compression="zstd"))
     for path, data in list(contents().items()):
         if path.startswith("short/data"):
             for left in (0, 1, len(data) // 2, len(data) - 1):
@@ -93,7 +93,7 @@ def test_compressed_file_without_its_end_is_corrupt(arrays):
 
 def rewritten(change):
     """Store a snapshot whose manifest was changed by hand, and return its URL."""
-    Snapshot.take("memory://forged", state(), compression="zstd", overwrite=True)
+    Snapshot.take("memory://forged", state(), overwrite=True, options=TakeOptions(compression="zstd"))
     document = msgspec.json.decode(contents()[f"forged/{METADATA}"])
     del document["digest"]
     (location,) = [name for name, file in document["files"].items() if "packed" in file]

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, StateDict, StorageError
+from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, StateDict, StorageError, TakeOptions
 from snapshot.events import add_handler, remove_handler
 from snapshot.io.storage import check_path
 from snapshot.manifest.document import METADATA, decode_document
@@ -175,7 +175,7 @@ def test_file_and_folder_permissions_follow_the_umask(writer_process, tmp_path, 
                     Snapshot.take(f"watched+file://{tmp_path}/deep/er/s", state(), overwrite=overwrite)
                 else:  # a process of its own opens no storage of this process's making
                     path = tmp_path / "deep" / "er" / "s"
-                    Snapshot.async_take(path, state(), overwrite=overwrite, worker=worker).wait()
+                    Snapshot.async_take(path, state(), overwrite=overwrite, options=TakeOptions(worker=worker)).wait()
         rights.look()
     finally:
         os.umask(before)

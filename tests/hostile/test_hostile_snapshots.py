@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, StateDict
+from snapshot import CorruptSnapshotError, RestoreOptions, Snapshot, SnapshotError, StateDict
 from snapshot.errors import UnsafeObjectError, UnsupportedFormatError
 from snapshot.formats.pickled_objects import load_object
 from snapshot.manifest.document import METADATA, decode_document
@@ -355,7 +355,7 @@ def test_malicious_pickle_does_not_run(tmp_path):
     assert report.ok  # its bytes are what was written: that they mean harm is not for a digest to find
     for verb in (
         lambda: Snapshot(path).restore(live),
-        lambda: Snapshot(path).restore(live, atomic=True, verify=False, strict=False),
+        lambda: Snapshot(path).restore(live, strict=False, options=RestoreOptions(atomic=True, verify=False)),
         lambda: Snapshot(path).read_object("0/s/odd"),
         lambda: Snapshot(path).read_object("0/s"),
         lambda: Snapshot(path).get_state_dict_for_key("s"),

@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from snapshot import Snapshot, SnapshotError, SnapshotManager, StateDict
+from snapshot import Snapshot, SnapshotError, SnapshotManager, StateDict, TakeOptions
 
 folder, where, verbs = sys.argv[1], sys.argv[2], sys.argv[3].split(",")
 STATE = StateDict(x=torch.arange(3 << 18, dtype=torch.float32), step=5)
@@ -52,9 +52,9 @@ def work(name):
         elif verb == "unawaited":
             Snapshot.async_take(path, app())
         elif verb == "overlapped":
-            Snapshot.async_take(path, module(), staging="overlapped").wait()
+            Snapshot.async_take(path, module(), options=TakeOptions(staging="overlapped")).wait()
         elif verb == "small":  # more bytes than the budget
-            Snapshot.async_take(path, app(), memory_budget_bytes=1 << 20).wait()
+            Snapshot.async_take(path, app(), options=TakeOptions(memory_budget_bytes=1 << 20)).wait()
             check(path)
         elif verb == "verify":
             Snapshot.take(path, app())

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn, optim
 
-from snapshot import ModelState, RestoreError, Snapshot, StateDict
+from snapshot import ModelState, RestoreError, RestoreOptions, Snapshot, StateDict
 from snapshot.state.optimizers import _STATE
+from tests.helpers.arguments import for_restore
 from tests.helpers.states import equal
 
 URL = "memory://optimizers"
@@ -115,7 +116,8 @@ def test_optimizer_steps_after_restore_equal_those_after_torch_load_state_dict(c
     for number in range(2 if warm else 0):
         step(ours, our_optimizer, 50 + number)
     report = Snapshot(URL).restore(
-        {"net": ours, "optim": our_optimizer}, cast="error" if wanted == torch.float32 else "same_kind"
+        {"net": ours, "optim": our_optimizer},
+        options=RestoreOptions(cast="error" if wanted == torch.float32 else "same_kind"),
     )
     assert equal(our_optimizer.state_dict(), their_optimizer.state_dict())
     if wanted == torch.float32:
@@ -176,7 +178,7 @@ def test_optimizer_dtype_mismatch_is_one_mismatch():
     (line,) = [each for each in caught.value.mismatches if each.startswith("optim")]
     assert line == (
         "optim: the snapshot has parameters of float32, the application of bfloat16 (2 of them); "
-        "allow it with cast='same_kind' or 'any'"
+        "allow it with RestoreOptions(cast='same_kind'), or 'any'"
     )
 
 
@@ -299,7 +301,7 @@ def test_mismatched_skip_leaves_a_new_head_with_its_optimizer_state(whole):
     with pytest.raises(RestoreError, match="mismatched='skip'") as caught:
         Snapshot(URL).restore(state_of(other, another), strict=False)
     assert len(caught.value.mismatches) == 4
-    report = Snapshot(URL).restore(state_of(other, another), strict=False, mismatched="skip")
+    report = Snapshot(URL).restore(state_of(other, another), strict=False, options=RestoreOptions(mismatched="skip"))
     assert len(report.skipped) == 4
     assert equal(dict(other[1].state_dict()), dict(before))
     assert equal(dict(other[0].state_dict()), dict(net[0].state_dict()))
@@ -308,7 +310,7 @@ def test_mismatched_skip_leaves_a_new_head_with_its_optimizer_state(whole):
     another.step()
     if not whole:
         fresh = optim.AdamW(other.parameters(), lr=0.1)
-        Snapshot(URL).restore(state_of(other, fresh), strict=False, mismatched="skip")
+        Snapshot(URL).restore(state_of(other, fresh), strict=False, options=RestoreOptions(mismatched="skip"))
         assert list(fresh.state_dict()["state"]) == [0, 1]
         fresh.step()
 
@@ -501,7 +503,7 @@ def test_mismatched_skip_leaves_the_state_of_a_head_in_any_optimizer(cls, warm, 
     other, another = pair(5)
     if warm:
         another.step()
-    report = Snapshot(URL).restore({"m": other, key: another}, strict=False, mismatched="skip")
+    report = Snapshot(URL).restore({"m": other, key: another}, strict=False, options=RestoreOptions(mismatched="skip"))
     assert {line.path for line in report.skipped} == {"m/1.weight", "m/1.bias", f"{key}/state/2", f"{key}/state/3"}
     assert [index for index, each in enumerate(other.parameters()) if another.state.get(each)] == list(
         range(4 if warm else 2)
@@ -543,7 +545,7 @@ def test_model_state_fresh_optimizer_stays_fresh_if_nothing_is_restored(several,
     Snapshot.take(URL, {"all": ModelState(trained_net, trained_optimizers, options)}, overwrite=True)
     for given in ({"select": ["all/model/**"]}, {"exclude": ["all/optim"]}):
         net, optimizers = made()
-        Snapshot(URL).restore({"all": ModelState(net, optimizers, options)}, **given)
+        Snapshot(URL).restore({"all": ModelState(net, optimizers, options)}, **for_restore(**given))
         assert not any(each.state for each in optimizers)
     net, _ = made()
     others = [optim.SGD(net.parameters(), lr=0.1, momentum=0.9)]

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from snapshot import ModelState, RestoreError, RestoreOptions, Snapshot, SnapshotExistsError, SnapshotManager, StateDict
+from tests.helpers.arguments import for_restore
 
 URL = "memory://changed"
 
@@ -39,14 +40,14 @@ def test_restore_state_dict_adds_keys_that_only_the_snapshot_has():
 def test_restore_state_dict_keeps_or_drops_keys_that_are_not_strings(exact):
     take({"s": StateDict({1: "one", "1": "text"})})
     live = StateDict({2: "two", "1": "", 1: "", None: 0})
-    Snapshot(URL).restore({"s": live}, exact=exact)
+    Snapshot(URL).restore({"s": live}, options=RestoreOptions(exact=exact))
     assert live == {1: "one", "1": "text", **({} if exact else {2: "two", None: 0})}
 
 
 def test_restore_exact_with_select_does_not_drop_other_keys():
     take({"s": StateDict(step=3)})
     live = StateDict(step=0, best=5)
-    report = Snapshot(URL).restore({"s": live}, select=["s/step"], exact=True)
+    report = Snapshot(URL).restore({"s": live}, select=["s/step"], options=RestoreOptions(exact=True))
     assert live == {"step": 3, "best": 5}
     assert not report.kept
 
@@ -158,9 +159,9 @@ def test_mismatched_skip_leaves_a_new_head_unchanged(wrap):
     before = {name: value.clone() for name, value in live.state_dict().items()}
     for options in ({}, {"strict": False}):
         with pytest.raises(RestoreError, match=r"to leave tensors of another shape unchanged: .*mismatched='skip'"):
-            Snapshot(URL).restore({"net": wrap(live)}, **options)
+            Snapshot(URL).restore({"net": wrap(live)}, **for_restore(**options))
     assert all(torch.equal(value, before[name]) for name, value in live.state_dict().items())
-    report = Snapshot(URL).restore({"net": wrap(live)}, strict=False, mismatched="skip")
+    report = Snapshot(URL).restore({"net": wrap(live)}, strict=False, options=RestoreOptions(mismatched="skip"))
     base = "net/model" if wrap is ModelState else "net"
     assert [(line.path, line.detail) for line in report.skipped] == [
         (f"{base}/1.weight", "the snapshot has [2, 3], the application [7, 3]; left unchanged"),
@@ -172,7 +173,7 @@ def test_mismatched_skip_leaves_a_new_head_unchanged(wrap):
 
 def test_mismatched_with_an_unknown_value_raises():
     with pytest.raises(ValueError, match="mismatched must be 'error' or 'skip', got 'ignore'"):
-        Snapshot(take({"net": pair(2)}).path).restore({"net": pair(2)}, mismatched="ignore")
+        Snapshot(take({"net": pair(2)}).path).restore({"net": pair(2)}, options=RestoreOptions(mismatched="ignore"))
 
 
 def test_model_state_with_strict_false_reports_what_is_missing():
@@ -217,7 +218,7 @@ def test_rename_prefix_moves_everything_below():
 def test_rename_globs_capture_wildcards():
     take({"m": StateDict({f"layers.{i}.attn.{w}": torch.full((2,), float(i)) for i in range(12) for w in "qk"})})
     live = StateDict({f"h.{i}.att.{w}": torch.zeros(2) for i in range(12) for w in "qk"})
-    Snapshot(URL).restore({"m": live}, rename={"m/layers.*.attn.*": "m/h.*.att.*"}, exact=True)
+    Snapshot(URL).restore({"m": live}, rename={"m/layers.*.attn.*": "m/h.*.att.*"}, options=RestoreOptions(exact=True))
     assert set(live) == {f"h.{i}.att.{w}" for i in range(12) for w in "qk"}
     assert all(value.eq(int(name.split(".")[1])).all() for name, value in live.items())
 
@@ -272,7 +273,7 @@ def test_rename_of_a_foreign_file_uses_the_paths_of_its_errors(tmp_path):
     with torch.no_grad():
         live[0].weight.zero_()
     Snapshot(tmp_path / "model.safetensors").restore(
-        {"model": live}, rename={"model/model.*": "model/*"}, exclude=["model/0.bias"]
+        {"model": live}, rename={"model/model.*": "model/*"}, options=RestoreOptions(exclude=["model/0.bias"])
     )
     assert live[0].weight.eq(1).all()
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from snapshot import ModelState, RestoreError, RestoreOptions, RNGState, Snapshot, SnapshotManager, StateDict
+from tests.helpers.arguments import for_restore
 
 URL = "memory://forgotten"
 
@@ -57,7 +58,7 @@ def test_unused_ignore_is_silent(snapshot, caplog):
 
 @pytest.mark.parametrize("how", [{"select": ["model/**"]}, {"exclude": ["optimizer/**", "rng/**"]}])
 def test_unused_does_not_report_keys_left_out_with_select_or_exclude(snapshot, caplog, how):
-    assert not snapshot.restore({"model": torch.nn.Linear(2, 2)}, unused="error", **how).unused
+    assert not snapshot.restore({"model": torch.nn.Linear(2, 2)}, **for_restore(unused="error", **how)).unused
     assert not warned(caplog)
 
 

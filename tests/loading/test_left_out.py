@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from snapshot import RestoreError, Snapshot, SnapshotError, StateDict, StorageError
+from snapshot import RestoreError, RestoreOptions, Snapshot, SnapshotError, StateDict, StorageError, TakeOptions
 from snapshot.io import loop
 from snapshot.io.registry import open_storage
 from snapshot.io.url import URL
 from snapshot.manifest.document import METADATA
 from snapshot.testing import Log, tapped
+from tests.helpers.arguments import for_restore
 from tests.plugins.snapshot_tiers.jobs import flip_keeping_time
 from tests.save.frozen_training import WIDTH, Run, expect_whole, files
 
@@ -23,7 +24,9 @@ def trained(tmp_path):
     run = Run()
     Snapshot.take(tmp_path / "base", run.state)
     run.step()
-    snapshot = Snapshot.take(tmp_path / "adapter", run.state, base=tmp_path / "base", only="trainable")
+    snapshot = Snapshot.take(
+        tmp_path / "adapter", run.state, base=tmp_path / "base", options=TakeOptions(only="trainable")
+    )
     assert snapshot.report.omitted_bytes == 4 * (WIDTH * WIDTH + WIDTH) * 4
     assert sum(each.stat().st_size for each in files(tmp_path / "adapter").values()) < 60_000
     return run
@@ -68,7 +71,7 @@ def test_only_trainable_reads_a_damaged_near_file_from_the_far_root(trained, tmp
     trained.step()
     places = Places(tmp_path / "far")
     near = Snapshot(f"near://{tmp_path}/adapter", storage_options={"sources": places})
-    near.restore(trained.state, base=tmp_path / "base")  # which has no options of near folders
+    near.restore(trained.state, options=RestoreOptions(base=tmp_path / "base"))  # which has no options of near folders
     loop.run(places.other.close())
     assert all(value.equal(values[name]) for name, value in trained.values().items())
 
@@ -84,10 +87,10 @@ def test_only_trainable_restore_changes_nothing_if_frozen_tensors_differ(trained
     trained.head.weight.data.zero_()
     for options in ({}, {"strict": False}, {"verify": False}, {"atomic": True}):
         with pytest.raises(RestoreError, match=r"frozen\.1\.weight.*had not changed from its base") as raised:
-            Snapshot(tmp_path / "adapter").restore(trained.state, **options)
+            Snapshot(tmp_path / "adapter").restore(trained.state, **for_restore(**options))
         assert len(raised.value.mismatches) == 1
         assert not trained.head.weight.any()
-    Snapshot(tmp_path / "adapter").restore(trained.state, base=tmp_path / "base")
+    Snapshot(tmp_path / "adapter").restore(trained.state, options=RestoreOptions(base=tmp_path / "base"))
     assert trained.head.weight.equal(head)
 
 
@@ -98,7 +101,7 @@ def test_only_trainable_restore_with_base_reads_omitted_tensors(trained, tmp_pat
         for parameter in trained.model.parameters():
             parameter.data.fill_(7)
         given = base if isinstance(base, Snapshot) else tmp_path / base
-        report = Snapshot(tmp_path / "adapter").restore(trained.state, base=given)
+        report = Snapshot(tmp_path / "adapter").restore(trained.state, options=RestoreOptions(base=given))
         assert report.bytes_read > 1 << 20
         assert all(value.equal(values[name]) for name, value in trained.values().items())
 
@@ -106,18 +109,18 @@ def test_only_trainable_restore_with_base_reads_omitted_tensors(trained, tmp_pat
 def test_only_trainable_restore_with_a_compressed_base(tmp_path):
     """Its files have other sizes than the snapshot records."""
     run = Run()
-    Snapshot.take(tmp_path / "base", run.state, compression="zstd")
+    Snapshot.take(tmp_path / "base", run.state, options=TakeOptions(compression="zstd"))
     run.step()
     values = run.values()
-    Snapshot.take(tmp_path / "adapter", run.state, base=tmp_path / "base", only="trainable")
+    Snapshot.take(tmp_path / "adapter", run.state, base=tmp_path / "base", options=TakeOptions(only="trainable"))
     for parameter in run.model.parameters():
         parameter.data.fill_(7)
-    Snapshot(tmp_path / "adapter").restore(run.state, base=tmp_path / "base")
+    Snapshot(tmp_path / "adapter").restore(run.state, options=RestoreOptions(base=tmp_path / "base"))
     assert all(value.equal(values[name]) for name, value in run.values().items())
     damaged = max(files(tmp_path / "base").values(), key=lambda each: each.stat().st_size)
     damaged.write_bytes(damaged.read_bytes()[:-1])
     with pytest.raises(SnapshotError):
-        Snapshot(tmp_path / "adapter").restore(run.state, base=tmp_path / "base")
+        Snapshot(tmp_path / "adapter").restore(run.state, options=RestoreOptions(base=tmp_path / "base"))
 
 
 def test_only_trainable_restore_refuses_another_snapshot_as_base(trained, tmp_path):
@@ -126,9 +129,9 @@ def test_only_trainable_restore_refuses_another_snapshot_as_base(trained, tmp_pa
     Snapshot.take(tmp_path / "other", {**other.state, "more": StateDict(x=torch.ones(3))})
     trained.frozen[0].weight.data += 1
     with pytest.raises(RestoreError, match=r"base must be .*base with the save id"):
-        Snapshot(tmp_path / "adapter").restore(trained.state, base=tmp_path / "other")
+        Snapshot(tmp_path / "adapter").restore(trained.state, options=RestoreOptions(base=tmp_path / "other"))
     with pytest.raises(SnapshotError):
-        Snapshot(tmp_path / "adapter").restore(trained.state, base=tmp_path / "missing")
+        Snapshot(tmp_path / "adapter").restore(trained.state, options=RestoreOptions(base=tmp_path / "missing"))
 
 
 def test_only_trainable_restore_finds_a_damaged_base(trained, tmp_path):
@@ -138,16 +141,16 @@ def test_only_trainable_restore_finds_a_damaged_base(trained, tmp_path):
         file.write(b"rot")
     trained.frozen[0].weight.data += 1
     with pytest.raises(SnapshotError, match="digest must be"):
-        Snapshot(tmp_path / "adapter").restore(trained.state, base=tmp_path / "base")
+        Snapshot(tmp_path / "adapter").restore(trained.state, options=RestoreOptions(base=tmp_path / "base"))
 
 
 def test_only_trainable_restore_of_other_dtypes_or_single_objects_needs_base(trained, tmp_path):
     """New tensors, other dtypes, and single objects."""
     snapshot = Snapshot(tmp_path / "adapter")
     trained.frozen.to(torch.float64)
-    with pytest.raises(RestoreError, match="pass base="):
-        snapshot.restore(trained.state, cast="any")
-    snapshot.restore(trained.state, cast="any", base=tmp_path / "base")
+    with pytest.raises(RestoreError, match=r"pass RestoreOptions\(base="):
+        snapshot.restore(trained.state, options=RestoreOptions(cast="any"))
+    snapshot.restore(trained.state, options=RestoreOptions(cast="any", base=tmp_path / "base"))
     for name in ("model/frozen.0.weight", "model"):
         with pytest.raises(SnapshotError, match="pass restore"):
             snapshot.read_object(name)
@@ -168,7 +171,7 @@ def test_only_trainable_omits_only_frozen_and_equal_parameters(tmp_path):
     teacher.weight.data.mul_(0.5)
     generator.weight.data.add_(1)
     generator.requires_grad_(False)
-    made = Snapshot.take(tmp_path / "s", state, base=base, only="trainable")
+    made = Snapshot.take(tmp_path / "s", state, base=base, options=TakeOptions(only="trainable"))
     left_out = sum(each.nbytes for each in (*norm.parameters(), fixed.weight, fixed.bias, teacher.bias, generator.bias))
     assert made.report.omitted_bytes == left_out
     shutil.rmtree(tmp_path / "base")
@@ -185,12 +188,14 @@ def test_only_trainable_omits_only_frozen_and_equal_parameters(tmp_path):
 
 def test_only_trainable_snapshot_can_be_a_base(trained, tmp_path):
     trained.step()
-    later = Snapshot.take(tmp_path / "later", trained.state, base=tmp_path / "adapter", only="trainable")
+    later = Snapshot.take(
+        tmp_path / "later", trained.state, base=tmp_path / "adapter", options=TakeOptions(only="trainable")
+    )
     assert later.report.omitted_bytes == 4 * (WIDTH * WIDTH + WIDTH) * 4
     values = trained.values()
     for parameter in trained.model.parameters():
         parameter.data.fill_(7)
-    later.restore(trained.state, base=tmp_path / "base")
+    later.restore(trained.state, options=RestoreOptions(base=tmp_path / "base"))
     assert all(value.equal(values[name]) for name, value in trained.values().items())
     full = Snapshot.take(tmp_path / "full", trained.state, base=later)
     assert full.report.omitted_bytes == 0
@@ -199,7 +204,7 @@ def test_only_trainable_snapshot_can_be_a_base(trained, tmp_path):
 
 def test_only_trainable_with_a_missing_base_saves_everything(tmp_path):
     run = Run()
-    made = Snapshot.take(tmp_path / "s", run.state, base=tmp_path / "none", only="trainable")
+    made = Snapshot.take(tmp_path / "s", run.state, base=tmp_path / "none", options=TakeOptions(only="trainable"))
     assert made.report.omitted_bytes == 0
     assert len(made.report.notes) == 1
     expect_whole(tmp_path / "s", run.values())
@@ -213,26 +218,34 @@ def test_only_trainable_omits_tied_and_split_parameters_completely(tmp_path, mon
     model.b = model.a
     model.c = nn.Parameter(torch.randn(10))
     base = Snapshot.take(tmp_path / "base", {"m": model})
-    made = Snapshot.take(tmp_path / "s", {"m": model}, base=base, only="trainable")
+    made = Snapshot.take(tmp_path / "s", {"m": model}, base=base, options=TakeOptions(only="trainable"))
     assert made.report.omitted_bytes == model.a.nbytes
     made.restore({"m": model})
     value = model.a.clone()
     model.a.data[999, 299] += 1
     with pytest.raises(RestoreError):
         made.restore({"m": model})
-    made.restore({"m": model}, base=base)
+    made.restore({"m": model}, options=RestoreOptions(base=base))
     assert model.a.equal(value)
 
 
 def test_only_trainable_overwriting_its_base_omits_nothing(trained, tmp_path):
     values = trained.values()
     for path in ("base", "adapter"):
-        made = Snapshot.take(tmp_path / "base", trained.state, base=tmp_path / path, only="trainable", overwrite=True)
+        made = Snapshot.take(
+            tmp_path / "base",
+            trained.state,
+            base=tmp_path / path,
+            overwrite=True,
+            options=TakeOptions(only="trainable"),
+        )
         assert made.report.omitted_bytes == 0
         assert "nothing is left out, since" in made.report.notes[0]
         expect_whole(tmp_path / "base", values)
         if path == "base":
-            Snapshot.take(tmp_path / "adapter", trained.state, base=made, only="trainable", overwrite=True)
+            Snapshot.take(
+                tmp_path / "adapter", trained.state, base=made, overwrite=True, options=TakeOptions(only="trainable")
+            )
 
 
 @pytest.mark.parametrize("what", ["missing", "short", "rotten", "no table"])
@@ -250,7 +263,7 @@ def test_only_trainable_saves_a_tensor_that_the_base_has_lost(tmp_path, what):
     else:
         (table,) = (each for each in files(tmp_path / "base").values() if each.suffix == ".bin")
         table.unlink()
-    made = Snapshot.take(tmp_path / "s", run.state, base=base, only="trainable")
+    made = Snapshot.take(tmp_path / "s", run.state, base=base, options=TakeOptions(only="trainable"))
     most = (WIDTH * WIDTH + WIDTH + 2 * WIDTH) * 4 if what == "no table" else 0
     assert made.report.omitted_bytes <= most
     if what != "no table":
@@ -263,7 +276,9 @@ def test_only_trainable_saves_a_tensor_that_the_base_has_lost(tmp_path, what):
 
 def test_only_trainable_does_not_rely_on_a_deleted_base_of_the_base(trained, tmp_path):
     shutil.rmtree(tmp_path / "base")
-    made = Snapshot.take(tmp_path / "later", trained.state, base=tmp_path / "adapter", only="trainable")
+    made = Snapshot.take(
+        tmp_path / "later", trained.state, base=tmp_path / "adapter", options=TakeOptions(only="trainable")
+    )
     assert made.report.omitted_bytes == 0
     expect_whole(tmp_path / "later", trained.values())
 
@@ -274,7 +289,7 @@ def test_only_trainable_restore_into_memory_shared_with_an_omitted_tensor_raises
     model.b = nn.Parameter(torch.zeros(100))
     base = Snapshot.take(tmp_path / "base", {"m": model})
     model.b.data.fill_(7)
-    made = Snapshot.take(tmp_path / "s", {"m": model}, base=base, only="trainable")
+    made = Snapshot.take(tmp_path / "s", {"m": model}, base=base, options=TakeOptions(only="trainable"))
     model.b.data = model.a.data
     with pytest.raises(RestoreError, match="share memory"):
         made.restore({"m": model})
@@ -291,7 +306,9 @@ def test_only_trainable_take_fails_if_its_base_is_deleted(tmp_path):
                 shutil.rmtree(tmp_path / "base", ignore_errors=True)
 
     with tapped("gone", Remove()), pytest.raises(SnapshotError, match="removed or replaced"):
-        Snapshot.take(f"gone+file://{tmp_path}/s", run.state, base=tmp_path / "base", only="trainable")
+        Snapshot.take(
+            f"gone+file://{tmp_path}/s", run.state, base=tmp_path / "base", options=TakeOptions(only="trainable")
+        )
     assert not (tmp_path / "s").exists()
 
 
@@ -313,7 +330,9 @@ def test_only_trainable_take_notices_a_base_deleted_while_it_compares(tmp_path, 
     with tapped("gone", Remove()):
         made, failed = None, ""
         try:
-            made = Snapshot.take(tmp_path / "s", run.state, base=f"gone+file://{tmp_path}/base", only="trainable")
+            made = Snapshot.take(
+                tmp_path / "s", run.state, base=f"gone+file://{tmp_path}/base", options=TakeOptions(only="trainable")
+            )
         except SnapshotError as error:
             failed = str(error)
     if made is None:
@@ -329,7 +348,9 @@ def test_only_trainable_omits_tensors_even_if_no_files_can_be_shared(tmp_path):
     Snapshot.take("memory://left-out/base", run.state, overwrite=True)
     Snapshot.take(tmp_path / "base", run.state)
     for base in ("memory://left-out/base", [tmp_path / "base"]):
-        made = Snapshot.take(tmp_path / "s", run.state, base=base, only="trainable", overwrite=True)
+        made = Snapshot.take(
+            tmp_path / "s", run.state, base=base, overwrite=True, options=TakeOptions(only="trainable")
+        )
         assert made.report.omitted_bytes == 4 * (WIDTH * WIDTH + WIDTH) * 4
         assert made.report.written_bytes < 60_000
         made.restore(run.state)
@@ -338,11 +359,13 @@ def test_only_trainable_omits_tensors_even_if_no_files_can_be_shared(tmp_path):
 def test_only_trainable_base_of_a_base_on_another_storage_gets_no_storage_options(tmp_path):
     run = Run()
     Snapshot.take(tmp_path / "base", run.state)
-    first = Snapshot.take("memory://left-out/a", run.state, base=tmp_path / "base", only="trainable", overwrite=True)
-    made = Snapshot.take(tmp_path / "s", run.state, base=first, only="trainable")
+    first = Snapshot.take(
+        "memory://left-out/a", run.state, base=tmp_path / "base", overwrite=True, options=TakeOptions(only="trainable")
+    )
+    made = Snapshot.take(tmp_path / "s", run.state, base=first, options=TakeOptions(only="trainable"))
     assert made.report.omitted_bytes == first.report.omitted_bytes
     shutil.rmtree(tmp_path / "base")
-    made = Snapshot.take(tmp_path / "t", run.state, base=first, only="trainable")
+    made = Snapshot.take(tmp_path / "t", run.state, base=first, options=TakeOptions(only="trainable"))
     assert made.report.omitted_bytes == 0
     expect_whole(tmp_path / "t", run.values())
 
@@ -361,7 +384,9 @@ def test_only_trainable_take_does_not_fail_if_its_base_cannot_be_read(tmp_path, 
 
     for only in (None, "trainable"):
         with tapped("sick", Break()):
-            made = Snapshot.take(tmp_path / str(only), run.state, base=f"sick+file://{tmp_path}/base", only=only)
+            made = Snapshot.take(
+                tmp_path / str(only), run.state, base=f"sick+file://{tmp_path}/base", options=TakeOptions(only=only)
+            )
         assert made.verify()
         if not made.report.omitted_bytes:
             expect_whole(tmp_path / str(only), run.values())
@@ -373,7 +398,7 @@ def test_only_trainable_restore_of_equal_bytes_into_one_memory(tmp_path):
     model.x = nn.Parameter(torch.ones(100))
     model.y = nn.Parameter(torch.ones(100))
     base = Snapshot.take(tmp_path / "base", {"m": model})
-    made = Snapshot.take(tmp_path / "s", {"m": model}, base=base, only="trainable")
+    made = Snapshot.take(tmp_path / "s", {"m": model}, base=base, options=TakeOptions(only="trainable"))
     model.y.data = model.x.data
     for snapshot in (base, made):
         snapshot.restore({"m": model})

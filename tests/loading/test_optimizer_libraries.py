@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from snapshot import RestoreError, Snapshot, StateDict
+from snapshot import RestoreError, Snapshot, StateDict, TakeOptions
 from snapshot.errors import UnsafeObjectError
 from tests.helpers.states import expect_equal
 
@@ -146,7 +146,9 @@ def test_optimizer_without_param_groups_is_restored_unchanged(kind, staging):
     outer.slow.fill_(5)
     expected = copy.deepcopy(outer.state_dict())
     app = {"model": model, "optimizer": outer}
-    snapshot = Snapshot.async_take("memory://optimizers/own", app, overwrite=True, staging=staging).wait()
+    snapshot = Snapshot.async_take(
+        "memory://optimizers/own", app, overwrite=True, options=TakeOptions(staging=staging)
+    ).wait()
     other = model_of()
     target = kind(torch.optim.AdamW(other.parameters()))
     snapshot.restore({"model": other, "optimizer": target})

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from snapshot import RestoreError, Sharded, Snapshot, StateDict
+from snapshot import RestoreError, RestoreOptions, Sharded, Snapshot, StateDict
+from tests.helpers.arguments import for_restore
 
 URL = "memory://partial"
 
@@ -19,7 +20,7 @@ def take(**values):
 def test_select_and_exclude_leave_other_values_unchanged(how):
     take(x=1, hist=[1, 2], d={"a": 1}, empty={})
     live = StateDict(x=0, hist=[7, 8, 9], d={"b": 2}, extra=5, empty={"c": 3})
-    report = Snapshot(URL).restore({"s": live}, **how)
+    report = Snapshot(URL).restore({"s": live}, **for_restore(**how))
     assert dict(live) == {"x": 1, "hist": [7, 8, 9], "d": {"b": 2}, "extra": 5, "empty": {"c": 3}}
     assert {line.path for line in report.skipped} == {"s/hist/0", "s/hist/1", "s/d/a", "s/empty"}
 
@@ -49,7 +50,7 @@ def test_exclude_of_optimizer_state_keeps_it():
     optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.1
     with pytest.warns(UserWarning, match="'o/stat' matches nothing"):
-        Snapshot(URL).restore({"o": optimizer}, select=["o/param_groups"], exclude=["o/stat"])
+        Snapshot(URL).restore({"o": optimizer}, select=["o/param_groups"], options=RestoreOptions(exclude=["o/stat"]))
     assert optimizer.state[weight]["exp_avg"].abs().sum() > 0
     assert optimizer.param_groups[0]["lr"] == 0.5
 
@@ -212,7 +213,9 @@ def test_sharded_tensor_of_another_shape_is_an_error_or_left_unchanged():
             Snapshot(url).restore({"s": StateDict(x=live, y=other)})
         assert not other.any()
     live, other = box_of(5, shape=(5, 3)), torch.zeros(4, 3)
-    report = Snapshot(url).restore({"s": StateDict(x=live, y=other)}, mismatched="skip", strict=False)
+    report = Snapshot(url).restore(
+        {"s": StateDict(x=live, y=other)}, strict=False, options=RestoreOptions(mismatched="skip")
+    )
     assert live.tensor.eq(-1).all()
     assert torch.equal(other, saved + 1)
     assert [each.path for each in report.skipped] == ["s/x"]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
-from snapshot import RestoreError, Snapshot, SnapshotError, StateDict
+from snapshot import RestoreError, Snapshot, SnapshotError, StateDict, TakeOptions
 from snapshot.loading import read_requests
 from snapshot.loading.read_requests import SharedRanges, add_requests, copy_into
 from snapshot.manifest.document import FileEntry, check_shape, check_tensor
@@ -199,32 +199,34 @@ def test_plan_is_a_dry_run_whose_result_take_can_use(tmp_path):
     plan = Snapshot.plan(state, path=tmp_path / "s")
     assert not (tmp_path / "s").exists()
     assert "0.safetensors" in str(plan)
-    Snapshot.take(tmp_path / "s", state, plan=plan)
+    Snapshot.take(tmp_path / "s", state, options=TakeOptions(plan=plan))
     stored = sum(file.stat().st_size for file in (tmp_path / "s" / "data").iterdir())
     assert stored == plan.total_bytes == sum(plan.bytes_per_rank)
     assert Snapshot(tmp_path / "s").metadata.structure == plan.structure
     with pytest.raises(ValueError, match="plan must be for"):
-        Snapshot.take(tmp_path / "t", {"s": StateDict(t=torch.ones(1001))}, plan=plan)
+        Snapshot.take(tmp_path / "t", {"s": StateDict(t=torch.ones(1001))}, options=TakeOptions(plan=plan))
     assert not (tmp_path / "t").exists()
 
 
 def test_take_exclude_and_replicated():
     net = torch.nn.Linear(3, 2)
     state = {"net": net, "s": StateDict(a={"x": torch.ones(2), "y": torch.ones(2)}, b=[1, 2], tied=net.weight.detach())}
-    snapshot = Snapshot.take(URL, state, overwrite=True, exclude=["net/weight", "s/a/x"], replicated=["net"])
+    snapshot = Snapshot.take(
+        URL, state, overwrite=True, replicated=["net"], options=TakeOptions(exclude=["net/weight", "s/a/x"])
+    )
     assert list(snapshot.get_state_dict_for_key("net")) == ["bias"]
     back = snapshot.get_state_dict_for_key("s")
     assert list(back["a"]) == ["y"]
     assert torch.equal(back["tied"], net.weight)
     assert snapshot.get_manifest()["0/net/bias"].replicated
     with pytest.raises(ValueError, match="element of a sequence"):
-        Snapshot.take(URL, state, overwrite=True, exclude=["s/b/0"])
+        Snapshot.take(URL, state, overwrite=True, options=TakeOptions(exclude=["s/b/0"]))
     with pytest.warns(UserWarning, match=r"'nett/\*' matches nothing"):
-        Snapshot.take(URL, state, overwrite=True, exclude=["nett/*"])
+        Snapshot.take(URL, state, overwrite=True, options=TakeOptions(exclude=["nett/*"]))
     with pytest.warns(UserWarning, match="'x' matches nothing"):
         Snapshot.take(URL, state, overwrite=True, replicated=["x"])
     with pytest.raises(TypeError, match="one string"):
-        Snapshot.take(URL, state, overwrite=True, exclude="net/weight")
+        Snapshot.take(URL, state, overwrite=True, options=TakeOptions(exclude="net/weight"))
 
 
 def test_custom_tensor_prepare_func_result_is_saved():

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from snapshot import RestoreError, RNGState, Snapshot, SnapshotNotFoundError, StateDict
+from snapshot import RestoreError, RestoreOptions, RNGState, Snapshot, SnapshotNotFoundError, StateDict
+from tests.helpers.arguments import for_take
 from tests.helpers.states import equal
 
 URL = "memory://restore"
 
 
 def take(state, **options):
-    return Snapshot.take(URL, state, overwrite=True, **options)
+    return Snapshot.take(URL, state, **for_take(overwrite=True, **options))
 
 
 def model(hidden=4, dtype=torch.float32):
@@ -119,19 +120,19 @@ def test_restore_cast_options(cast, saved, live, works):
     target.register_buffer("x", torch.zeros(3, dtype=live))
     take({"m": source})
     if works:
-        report = Snapshot(URL).restore({"m": target}, cast=cast)
+        report = Snapshot(URL).restore({"m": target}, options=RestoreOptions(cast=cast))
         assert torch.equal(target.x, values.to(live))
         assert [line.path for line in report.cast] == ["m/x"]
     else:
         with pytest.raises(RestoreError, match="m/x: the snapshot has"):
-            Snapshot(URL).restore({"m": target}, cast=cast)
+            Snapshot(URL).restore({"m": target}, options=RestoreOptions(cast=cast))
         assert target.x.sum() == 0
 
 
 def test_restore_cast_with_an_unknown_value_raises():
     take({"net": model()})
     with pytest.raises(ValueError, match="'same_kind'"):
-        Snapshot(URL).restore({"net": model()}, cast="all")
+        Snapshot(URL).restore({"net": model()}, options=RestoreOptions(cast="all"))
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -141,7 +142,7 @@ def test_restore_exact_drops_state_dict_keys_that_the_snapshot_lacks(exact, capl
     take({"s": state})
     live = StateDict(a=5, t=kept, added=7, nested={"x": [torch.zeros(1), 9, 9]}, gone=torch.zeros(5))
     inner = live["nested"]["x"][0]
-    report = Snapshot(URL).restore({"s": live}, exact=exact)
+    report = Snapshot(URL).restore({"s": live}, options=RestoreOptions(exact=exact))
     assert sorted(live) == ["a", *(["added"] if not exact else []), "gone", "nested", "t"]
     assert [str(line) for line in report.kept] == ([] if exact else ["kept       s/added: the snapshot lacks it"])
     assert ("s/added" in caplog.text) is not exact
@@ -162,7 +163,9 @@ def test_restore_select_and_exclude():
     net, progress = model(), StateDict(step=10, best=20.0)
     bias = net[0].bias.detach().clone()
     report = Snapshot(URL).restore(
-        {"net": net, "progress": progress}, select=["net/*weight", "progress"], exclude=["**/best"]
+        {"net": net, "progress": progress},
+        select=["net/*weight", "progress"],
+        options=RestoreOptions(exclude=["**/best"]),
     )
     assert torch.equal(net[0].weight, state["net"][0].weight)
     assert torch.equal(net[0].bias, bias)
@@ -392,7 +395,7 @@ def test_restore_of_large_tensors_with_a_small_memory_budget_bytes():
         t=torch.zeros(3000, 1000).t(),
         half=torch.zeros(3000, 1000, dtype=torch.float16).t().contiguous().t(),
     )
-    Snapshot(URL).restore({"s": live}, memory_budget_bytes=16 << 20)
+    Snapshot(URL).restore({"s": live}, options=RestoreOptions(memory_budget_bytes=16 << 20))
     assert torch.equal(live["big"], big)
     assert torch.equal(live["t"], big.t())
     assert torch.equal(live["half"], big.half())
@@ -440,7 +443,7 @@ def test_take_and_restore_of_a_module_do_not_warn():
 def test_restore_read_once_accepts_each_of_its_values(tmp_path, read_once):
     Snapshot.take(tmp_path / "s", {"s": StateDict(x=torch.ones(3))})
     live = StateDict(x=torch.zeros(3))
-    Snapshot(tmp_path / "s").restore({"s": live}, read_once=read_once)
+    Snapshot(tmp_path / "s").restore({"s": live}, options=RestoreOptions(read_once=read_once))
     assert live["x"].tolist() == [1, 1, 1]
 
 
@@ -448,4 +451,4 @@ def test_restore_read_once_accepts_each_of_its_values(tmp_path, read_once):
 def test_restore_read_once_refuses_another_value(tmp_path, read_once):
     Snapshot.take(tmp_path / "s", {"s": StateDict(x=1)})
     with pytest.raises(ValueError, match="read_once must be"):
-        Snapshot(tmp_path / "s").restore({"s": StateDict(x=2)}, read_once=read_once)
+        Snapshot(tmp_path / "s").restore({"s": StateDict(x=2)}, options=RestoreOptions(read_once=read_once))

@@ -6,7 +6,8 @@ import random
 import pytest
 import torch
 
-from snapshot import RestoreError, Snapshot, StateDict
+from snapshot import RestoreError, RestoreOptions, Snapshot, StateDict
+from tests.helpers.arguments import for_restore
 
 URL = "memory://shared"
 FLAT = torch.arange(24.0)
@@ -52,7 +53,7 @@ def test_restore_into_overlapping_views_raises_and_changes_nothing(name, options
     Snapshot.take(URL, {"s": named(view.clone() + number for number, view in enumerate(views))}, overwrite=True)
     memory, live = live_views(views)
     with pytest.raises(RestoreError, match="share memory in the application"):
-        Snapshot(URL).restore({"s": named(live)}, **options)
+        Snapshot(URL).restore({"s": named(live)}, **for_restore(**options))
     assert memory.eq(-1).all()
 
 
@@ -103,7 +104,7 @@ def test_restore_with_cast_into_overlapping_tensors_raises():
     Snapshot.take(URL, {"m": module(torch.ones(8), torch.zeros(8))}, overwrite=True)
     memory = torch.full((12,), 7.0, dtype=torch.float64)
     with pytest.raises(RestoreError, match="m/a and m/b: share memory"):
-        Snapshot(URL).restore({"m": module(memory[:8], memory[4:])}, cast="any")
+        Snapshot(URL).restore({"m": module(memory[:8], memory[4:])}, options=RestoreOptions(cast="any"))
     assert memory.eq(7).all()
 
 

@@ -8,7 +8,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
-from snapshot import ModelState, RestoreError, Snapshot, StateDict, Target
+from snapshot import ModelState, RestoreError, RestoreOptions, Snapshot, StateDict, Target
+from tests.helpers.arguments import for_restore
 from tests.helpers.versions import ALONE
 
 
@@ -68,7 +69,7 @@ def test_tied_names_are_not_views_of_the_same_memory(saved):
 def test_tied_name_that_is_excluded_restores_no_other(saved):
     name = saved_name(saved)
     with pytest.raises(RestoreError, match="is in the application, not in the snapshot"):
-        Snapshot(saved).restore({"model": Tied(seed=1)}, exclude=[f"model/{name}"])
+        Snapshot(saved).restore({"model": Tied(seed=1)}, options=RestoreOptions(exclude=[f"model/{name}"]))
 
 
 @pytest.mark.parametrize("kind", ["atomic", "cast", "snapshot", "rename"])
@@ -85,7 +86,7 @@ def test_tied_name_is_restored_with_atomic_cast_rename_and_other_options(saved, 
         name = saved_name(saved)
         Snapshot(saved).convert(Target(tmp_path / "r.safetensors", "safetensors"), rename={name: f"x.{name}"})
         place, options = tmp_path / "r.safetensors", {"rename": {f"model/x.{name}": f"model/{name}"}}
-    Snapshot(place).restore({"model": live}, **options)
+    Snapshot(place).restore({"model": live}, **for_restore(**options))
     assert torch.equal(live.head.weight, Tied().embed.weight.to(live.head.weight.dtype))
 
 
@@ -128,7 +129,7 @@ def test_tied_names_both_in_the_checkpoint_with_equal_bytes_are_restored(tmp_pat
     if of == "model state":
         live = ModelState(live)
         options["rename"] = {"model": "model/model"}
-    report = Snapshot(path).restore({"model": live}, **options)
+    report = Snapshot(path).restore({"model": live}, **for_restore(**options))
     model = live.model if of == "model state" else live
     assert torch.equal(model.head.weight, Tied().embed.weight.to(model.head.weight.dtype))
     assert model.head.weight is model.embed.weight
@@ -149,7 +150,7 @@ def test_tied_names_both_in_the_checkpoint_with_different_bytes_raise(tmp_path, 
     with pytest.raises(RestoreError, match=expected):
         Snapshot(path).restore({"model": live})
     assert torch.equal(live.embed.weight, before)
-    Snapshot(path).restore({"model": live}, exclude=["model/head.weight"])
+    Snapshot(path).restore({"model": live}, options=RestoreOptions(exclude=["model/head.weight"]))
     assert torch.equal(live.head.weight, Tied().embed.weight)
 
 

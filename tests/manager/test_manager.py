@@ -634,7 +634,7 @@ def test_manager_prune_that_is_late_keeps_the_step_of_a_rollback_and_its_base(tm
         go_on.set()
     assert {"step-20", "step-25", "step-30"} >= set(os.listdir(tmp_path)) >= {"step-20", "step-25"}
     again = partly_frozen()
-    Snapshot(tmp_path / "step-25").restore(again, base=str(tmp_path / "step-20"))
+    Snapshot(tmp_path / "step-25").restore(again, options=RestoreOptions(base=str(tmp_path / "step-20")))
     assert again["m"]["frozen"].weight.equal(app["m"]["frozen"].weight)
 
 

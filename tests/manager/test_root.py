@@ -18,6 +18,7 @@ from snapshot.manifest.document import METADATA, ManifestHead, NotOurs
 from snapshot.runs.facts import PINNED, path_of
 from snapshot.runs.timeline import Attempt, Facts, Parent, encode_facts, note_of
 from snapshot.storages.file.file_storage import FileStorage
+from tests.helpers.arguments import for_take
 
 
 @pytest.fixture
@@ -27,7 +28,9 @@ def root(tmp_path):
 
 def take(tmp_path, *steps, value=0, **options):
     for step in steps:
-        Snapshot.take(tmp_path / f"step-{step}", {"s": StateDict(x=torch.full((9,), step + value))}, **options)
+        Snapshot.take(
+            tmp_path / f"step-{step}", {"s": StateDict(x=torch.full((9,), step + value))}, **for_take(**options)
+        )
 
 
 def take_suspect(tmp_path, step):

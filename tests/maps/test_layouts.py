@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import distributed as dist
 
-from snapshot import RestoreError, Snapshot, StateDict, Target, TensorMap
+from snapshot import RestoreError, RestoreOptions, Snapshot, StateDict, Target, TensorMap
 
 pytestmark = pytest.mark.libraries
 transformers = pytest.importorskip("transformers")
@@ -173,7 +173,7 @@ def test_tensor_map_megatron_hf_models_compute_the_same(kind, changes, tmp_path,
     tensor_map = TensorMap.load("megatron-hf", theirs.config.to_dict() | {"transformer_impl": "local"})
     with megatron_on_cpu(tmp_path):
         model = megatron_model(theirs.config, SIZES["vocab_size"])
-        Snapshot(str(source)).restore({"model": Tensors(model)}, map=tensor_map.reversed())
+        Snapshot(str(source)).restore({"model": Tensors(model)}, options=RestoreOptions(map=tensor_map.reversed()))
         mask = torch.ones(1, 1, 8, 8).triu(1).bool()
         with torch.no_grad():
             logits = model(IDS, torch.arange(8)[None], mask)

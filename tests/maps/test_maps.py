@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import snapshot
-from snapshot import CorruptSnapshotError, RestoreError, Snapshot, StateDict, Target, TensorMap
+from snapshot import CorruptSnapshotError, RestoreError, RestoreOptions, Snapshot, StateDict, Target, TensorMap
 from snapshot.cli import main
 from snapshot.maps.recipe import Spec
+from tests.helpers.arguments import for_take
 from tests.helpers.rank_pool import Pool
 
 HEADS, GROUPS, WIDTH, COLUMNS, LAYERS = 8, 2, 16, 96, 2
@@ -77,7 +78,7 @@ def assert_same(got, want):
 
 def taken(folder, **options):
     app = {"model": StateDict(**sources()), "optim": StateDict(moment=torch.ones(3), step=4)}
-    return Snapshot.take(str(folder), app, **options)
+    return Snapshot.take(str(folder), app, **for_take(**options))
 
 
 @pytest.fixture(params=["snapshot", "safetensors", "torch", "dcp"])
@@ -98,7 +99,7 @@ def test_tensor_map_reads_every_format(checkpoint):
     live["head"] = live["embed"]
     held = dict(live)
     app = {"model": StateDict(**live)}
-    checkpoint.restore(app, map=MAP)
+    checkpoint.restore(app, options=RestoreOptions(map=MAP))
     assert_same(dict(app["model"]), want)
     assert all(app["model"][name] is held[name] for name in held)  # in place
     paths = [path for path in checkpoint.get_manifest() if path.endswith("qkv.weight")]
@@ -170,7 +171,7 @@ def test_tensor_map_that_does_not_fit_is_refused_with_all_reasons(tmp_path):
     snapshot = Snapshot.take(str(tmp_path / "taken"), {"model": StateDict(**source)})
     live = {name: torch.zeros_like(each) for name, each in targets(sources()).items()}
     with pytest.raises(RestoreError) as caught:
-        snapshot.restore({"model": StateDict(**live)}, map=MAP)
+        snapshot.restore({"model": StateDict(**live)}, options=RestoreOptions(map=MAP))
     assert sorted(caught.value.mismatches, reverse=True) == [
         "more: no rule names it",
         "layers.{i}.qkv.weight -> m.{i}.q, m.{i}.k, m.{i}.v: layers.1.qkv.weight: shape [7, 3] does not fit "
@@ -217,7 +218,7 @@ def test_tensor_map_cast_keeps_the_dtype_of_a_live_tensor(tmp_path):
     snapshot = Snapshot.take(str(tmp_path / "taken"), {"model": StateDict(a=torch.randn(4))})
     live = StateDict(b=torch.zeros(4, dtype=torch.float64))
     tensor_map = TensorMap([{"names": "a -> b", "dtype": "bfloat16"}])
-    snapshot.restore({"model": live}, map=tensor_map)
+    snapshot.restore({"model": live}, options=RestoreOptions(map=tensor_map))
     assert live["b"].dtype == torch.bfloat16  # a plain value is replaced
 
 
@@ -279,7 +280,7 @@ def restore_sharded(folder):
     for number, (name, value) in enumerate(want.items()):
         live[name] = distribute_tensor(torch.zeros_like(value), mesh, [Shard(number % value.ndim)])
     app = {"model": StateDict(**live), "own": StateDict(rank=-1)}
-    Snapshot(folder).restore(app, map=MAP)
+    Snapshot(folder).restore(app, options=RestoreOptions(map=MAP))
     assert app["own"]["rank"] == dist.get_rank()
     for name, value in want.items():
         assert isinstance(app["model"][name], DTensor)
@@ -486,7 +487,7 @@ def test_tensor_map_stack_of_many_tensors_reads_each_once(axes, tmp_path):
     one.convert(str(tmp_path / "back"), map=there.reversed(), memory_budget_bytes=1 << 20)
     assert_same(Snapshot(str(tmp_path / "back")).get_state_dict_for_key("model"), state)
     live = {name: torch.zeros_like(each) for name, each in state.items()}
-    report = one.restore({"model": StateDict(live)}, map=there.reversed())
+    report = one.restore({"model": StateDict(live)}, options=RestoreOptions(map=there.reversed()))
     assert_same(live, state)
     assert report.bytes_read < 2 * want.nbytes
 

@@ -12,7 +12,7 @@ from collections import deque
 import pytest
 import torch
 
-from snapshot import Snapshot, SnapshotError, SnapshotExistsError, StateDict, StorageError
+from snapshot import Snapshot, SnapshotError, SnapshotExistsError, StateDict, StorageError, TakeOptions
 from snapshot.errors import CancelledError, SnapshotBusyError
 from snapshot.events import add_handler, remove_handler
 from snapshot.io.arena import arena, release_memory
@@ -90,7 +90,9 @@ def test_async_take_with_memory_budget_bytes_smaller_than_the_state(tmp_path, du
     for name, one in (("many", False), ("one", True)):
         if one:
             live = {"s": StateDict(t=torch.arange(20.0 * (1 << 20)))}
-        pending = Snapshot.async_take(tmp_path / name, live, memory_budget_bytes=16 << 20, durable=durable)
+        pending = Snapshot.async_take(
+            tmp_path / name, live, options=TakeOptions(memory_budget_bytes=16 << 20, durable=durable)
+        )
         for value in live["s"].values():
             value.zero_()
         pending.wait(60)
@@ -104,7 +106,9 @@ def test_async_take_with_memory_budget_bytes_smaller_than_the_state(tmp_path, du
 def test_async_take_failure_with_a_small_memory_budget_bytes_is_raised(tmp_path):
     live = {"s": StateDict(t=torch.ones(20 << 20))}
     with faulty(on="write", nth=2, error=StorageError("broken")), pytest.raises(StorageError, match="broken"):
-        Snapshot.async_take(f"faulty+file://{tmp_path}/s", live, memory_budget_bytes=16 << 20).wait()
+        Snapshot.async_take(
+            f"faulty+file://{tmp_path}/s", live, options=TakeOptions(memory_budget_bytes=16 << 20)
+        ).wait()
     assert not (tmp_path / "s").exists()
 
 
@@ -195,15 +199,15 @@ def test_async_take_when_busy_waits_or_raises_snapshot_busy_error(monkeypatch):
     with stalling(on="commit", times=None) as stall:
         first = [Snapshot.async_take(f"stalling+memory://busy-{i}", state(), overwrite=True) for i in range(2)]
         with pytest.raises(SnapshotBusyError, match=r"2 snapshots.*SNAPSHOT_PENDING"):
-            Snapshot.async_take("memory://busy-2", state(), when_busy="raise", overwrite=True)
+            Snapshot.async_take("memory://busy-2", state(), overwrite=True, options=TakeOptions(when_busy="raise"))
         with pytest.raises(ValueError, match="when_busy must be 'wait' or 'raise', got 'perhaps'"):
-            Snapshot.async_take("memory://busy-2", state(), when_busy="perhaps")
+            Snapshot.async_take("memory://busy-2", state(), options=TakeOptions(when_busy="perhaps"))
         threading.Timer(0.2, stall.release).start()
         third = Snapshot.async_take("memory://busy-2", state(3.0), overwrite=True)  # waits
         assert any(each.done() for each in first)
     for each in (*first, third):
         each.wait(30)
-    Snapshot.async_take("memory://busy-2", state(), when_busy="raise", overwrite=True).wait(30)
+    Snapshot.async_take("memory://busy-2", state(), overwrite=True, options=TakeOptions(when_busy="raise")).wait(30)
 
 
 def test_async_take_with_snapshot_pending_zero_is_refused(monkeypatch):
@@ -248,7 +252,7 @@ def test_async_take_interrupted_in_the_call_leaves_nothing_pending(tmp_path, mon
                 Snapshot.async_take(tmp_path / name, live)
         assert not (tmp_path / name).exists()
         assert " 0 in use" in repr(arena())
-    Snapshot.async_take(tmp_path / "next", live, when_busy="raise").wait(30)
+    Snapshot.async_take(tmp_path / "next", live, options=TakeOptions(when_busy="raise")).wait(30)
 
 
 def test_async_take_interrupted_in_the_call_returns_its_memory_budget(monkeypatch):
@@ -258,9 +262,9 @@ def test_async_take_interrupted_in_the_call_returns_its_memory_budget(monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(HeldSlot, "__init__", interrupted)  # its bytes are acquired
         with pytest.raises(KeyboardInterrupt):
-            Snapshot.async_take("memory://interrupted", state(), memory_budget_bytes=4 << 20)
+            Snapshot.async_take("memory://interrupted", state(), options=TakeOptions(memory_budget_bytes=4 << 20))
     assert take_slots().pool(4 << 20).used == 0
-    Snapshot.async_take("memory://next", state(), memory_budget_bytes=1, overwrite=True).wait(30)
+    Snapshot.async_take("memory://next", state(), overwrite=True, options=TakeOptions(memory_budget_bytes=1)).wait(30)
 
 
 def test_async_take_interrupted_while_handing_over_a_part_releases_its_memory(monkeypatch):
@@ -281,22 +285,26 @@ def test_async_take_that_fails_in_the_call_does_not_count_as_pending(monkeypatch
     Snapshot.take("memory://there", state(), overwrite=True)
     for _ in range(3):
         with pytest.raises(SnapshotExistsError):
-            Snapshot.async_take("memory://there", state(), when_busy="raise")
+            Snapshot.async_take("memory://there", state(), options=TakeOptions(when_busy="raise"))
         with pytest.raises(TypeError):
-            Snapshot.async_take("memory://there", {"s": 3}, when_busy="raise", overwrite=True)
-    Snapshot.async_take("memory://there", state(), when_busy="raise", overwrite=True).wait(30)
+            Snapshot.async_take("memory://there", {"s": 3}, overwrite=True, options=TakeOptions(when_busy="raise"))
+    Snapshot.async_take("memory://there", state(), overwrite=True, options=TakeOptions(when_busy="raise")).wait(30)
 
 
 def test_async_takes_at_once_share_one_memory_budget():
     live = {"s": StateDict(**{f"t{i}": torch.full((1 << 20,), float(i)) for i in range(8)})}
     budget = 24 << 20
     with stalling(on="write", times=None) as stall:
-        one = Snapshot.async_take("stalling+memory://one", live, memory_budget_bytes=128 << 20, overwrite=True)
+        one = Snapshot.async_take(
+            "stalling+memory://one", live, overwrite=True, options=TakeOptions(memory_budget_bytes=128 << 20)
+        )
         assert one.progress().staged >= 32 << 20
         done = threading.Event()
 
         def second():
-            pending = Snapshot.async_take("stalling+memory://two", live, memory_budget_bytes=budget, overwrite=True)
+            pending = Snapshot.async_take(
+                "stalling+memory://two", live, overwrite=True, options=TakeOptions(memory_budget_bytes=budget)
+            )
             done.set()
             pending.wait(30)
 
@@ -388,9 +396,9 @@ with tapped("faulty", Fault(on="finish", error=StorageError("broken at the end")
 
 def test_async_take_refuses_unknown_staging_and_worker():
     with pytest.raises(ValueError, match=r"staging must be .* got 'overlaped'"):
-        Snapshot.async_take("memory://x", state(), staging="overlaped")
+        Snapshot.async_take("memory://x", state(), options=TakeOptions(staging="overlaped"))
     with pytest.raises(ValueError, match="worker"):
-        Snapshot.async_take("memory://x", state(), worker="fork")
+        Snapshot.async_take("memory://x", state(), options=TakeOptions(worker="fork"))
 
 
 def test_async_take_inside_a_running_event_loop():

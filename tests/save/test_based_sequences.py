@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapshot import Snapshot, StateDict
+from snapshot import Snapshot, StateDict, TakeOptions
 
 ROWS, COLUMNS = 40, 512
 """Each tensor has 80 KiB, so that its file is worth sharing."""
@@ -70,14 +70,14 @@ class Run:
         self.taken += 1
         state = {"s": StateDict(**self.tensors)}
         if asynchronous:
-            pending = Snapshot.async_take(path, state, base=base, durable=False)
+            pending = Snapshot.async_take(path, state, base=base, options=TakeOptions(durable=False))
             for each in self.tensors.values():
                 each.add_(1)  # which must not reach the snapshot
             pending.wait()
             for each in self.tensors.values():
                 each.sub_(1)
         else:
-            Snapshot.take(path, state, base=base, durable=False)
+            Snapshot.take(path, state, base=base, options=TakeOptions(durable=False))
         self.kept[path] = {name: each.clone() for name, each in self.tensors.items()}
 
     def delete(self, number):

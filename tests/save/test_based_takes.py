@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from snapshot import Snapshot, SnapshotExistsError, StateDict, Target
+from snapshot import Snapshot, SnapshotExistsError, StateDict, TakeOptions, Target
 from snapshot.events import add_handler, remove_handler
 from snapshot.manifest.document import decode_document, encode
 from snapshot.save import base_files, reuse
 from snapshot.testing import Log, tapped
+from tests.helpers.arguments import for_take
 from tests.helpers.wrapper_tensors import quantised
 from tests.save.frozen_training import WIDTH, Run, entries, expect_whole, files
 
@@ -32,7 +33,7 @@ def test_base_shares_the_file_of_frozen_parameters_and_writes_all_else(tmp_path,
             base = Snapshot.take(path, run.state, base=base)
         else:
             more = {"overlapped": {"staging": "overlapped"}, "process": {"worker": "process"}}.get(verb, {})
-            base = Snapshot.async_take(path, run.state, base=base, **more).wait()
+            base = Snapshot.async_take(path, run.state, **for_take(base=base, **more)).wait()
         kept[path] = run.values()
         frozen = 4 * (WIDTH * WIDTH + WIDTH) * 4
         if number:
@@ -112,7 +113,7 @@ def test_take_without_base_writes_the_same_manifest_as_before(tmp_path):
 
 def test_base_shared_files_are_read_only_synced_and_can_be_deleted(tmp_path):
     run = Run()
-    base = Snapshot.take(tmp_path / "a", run.state, durable=False)
+    base = Snapshot.take(tmp_path / "a", run.state, options=TakeOptions(durable=False))
     synced = []
     fsync = os.fsync
     with pytest.MonkeyPatch.context() as patch:
@@ -217,7 +218,7 @@ def test_base_shared_file_is_written_anew_after_some_takes(tmp_path):
     run, base, shared = Run(), None, []
     most = reuse.OLDEST
     for number in range(most + 3):
-        base = Snapshot.take(tmp_path / str(number), run.state, base=base, durable=False)
+        base = Snapshot.take(tmp_path / str(number), run.state, base=base, options=TakeOptions(durable=False))
         shared.append(base.report.shared_bytes > 0)
     assert shared == [False, *[True] * most, False, True]
     assert not inodes(tmp_path / str(most)) & inodes(tmp_path / str(most + 1))
@@ -227,7 +228,9 @@ def test_base_that_is_fixed_has_its_file_written_anew_after_some_takes(tmp_path)
     run, shared = Run(), []
     Snapshot.take(tmp_path / "base", run.state)
     for number in range(reuse.OLDEST + 2):
-        made = Snapshot.take(tmp_path / str(number), run.state, base=tmp_path / "base", durable=False)
+        made = Snapshot.take(
+            tmp_path / str(number), run.state, base=tmp_path / "base", options=TakeOptions(durable=False)
+        )
         shared.append(made.report.shared_bytes > 0)
     assert shared == [*[True] * reuse.OLDEST, False, True]
 
@@ -264,7 +267,7 @@ def test_base_with_damaged_bytes_is_found_after_some_takes_and_written_anew(tmp_
                     file.seek(500_000)
                     file.write(bytes([byte[0] ^ 1]))
             path = tmp_path / f"step-{number}"
-            made = Snapshot.take(path, run.state, base=bases[:2], durable=False)
+            made = Snapshot.take(path, run.state, base=bases[:2], options=TakeOptions(durable=False))
             bases.insert(0, made)
             if found:
                 break
@@ -284,7 +287,7 @@ def test_base_with_read_back_reads_a_shared_file_completely(tmp_path):
     with frozen.open("r+b") as file:
         file.seek(300_000)
         file.write(b"rot")
-    later = Snapshot.take(tmp_path / "b", run.state, base=base, read_back=True)
+    later = Snapshot.take(tmp_path / "b", run.state, base=base, options=TakeOptions(read_back=True))
     assert later.report.shared_bytes == 0
     expect_whole(tmp_path / "b", run.values())
 
@@ -369,9 +372,9 @@ def test_base_shares_all_files_of_a_long_tensor_or_none(tmp_path, monkeypatch):
 def test_base_and_only_refuse_invalid_arguments(tmp_path):
     run = Run()
     with pytest.raises(ValueError, match="only='trainable' must have a base"):
-        Snapshot.take(tmp_path / "a", run.state, only="trainable")
+        Snapshot.take(tmp_path / "a", run.state, options=TakeOptions(only="trainable"))
     with pytest.raises(ValueError, match="only must be 'trainable' or None, got 'frozen'"):
-        Snapshot.take(tmp_path / "a", run.state, base=tmp_path, only="frozen")
+        Snapshot.take(tmp_path / "a", run.state, base=tmp_path, options=TakeOptions(only="frozen"))
     with pytest.raises(TypeError, match="base must be"):
         Snapshot.take(tmp_path / "a", run.state, base=3)
     assert not (tmp_path / "a").exists()
@@ -389,7 +392,7 @@ def test_only_trainable_with_sparse_and_wrapper_frozen_parameters(tmp_path):
     made = Snapshot.take(tmp_path / "b", {"m": model}, base=base)
     assert made.report.shared_bytes > model.plain.nbytes + 300_000
     assert made.verify()
-    left_out = Snapshot.take(tmp_path / "c", {"m": model}, base=base, only="trainable")
+    left_out = Snapshot.take(tmp_path / "c", {"m": model}, base=base, options=TakeOptions(only="trainable"))
     assert left_out.report.omitted_bytes >= model.plain.nbytes + 300_000
     left_out.restore({"m": model})
 
@@ -460,5 +463,5 @@ def test_base_memory_that_is_trained_or_a_buffer_is_not_frozen(tmp_path):
     model.tied = nn.Parameter(model.average, requires_grad=False)
     model.fixed = nn.Parameter(torch.randn(40_000), requires_grad=False)
     base = Snapshot.take(tmp_path / "a", {"m": model})
-    made = Snapshot.take(tmp_path / "b", {"m": model}, base=base, only="trainable")
+    made = Snapshot.take(tmp_path / "b", {"m": model}, base=base, options=TakeOptions(only="trainable"))
     assert made.report.omitted_bytes == model.fixed.nbytes

@@ -12,7 +12,7 @@ import pytest
 import safetensors
 import torch
 
-from snapshot import CorruptSnapshotError, Snapshot, SnapshotExistsError, StateDict, StorageError, Target
+from snapshot import CorruptSnapshotError, Snapshot, SnapshotExistsError, StateDict, StorageError, TakeOptions, Target
 from snapshot.errors import MissingExtraError
 from snapshot.io.arena import arena
 from snapshot.io.url import URL
@@ -24,6 +24,7 @@ from snapshot.state.flatten import Flattened
 from snapshot.tensors.digest import BLOCK, RunningDigest, digest_range
 from snapshot.tensors.memory import BY_NAME
 from snapshot.testing import faulty, recording
+from tests.helpers.arguments import for_restore, for_take
 from tests.helpers.states import bits, equal
 
 MiB = 1 << 20
@@ -67,7 +68,7 @@ def blank(like):
 
 def expect_same(path, app, **given):
     live = blank(app)
-    Snapshot(path).restore(live, **given)
+    Snapshot(path).restore(live, **for_restore(**given))
     for name, value in app["s"].items():
         assert equal(value, live["s"][name]), name
     new = Snapshot(path).get_state_dict_for_key("s")
@@ -82,8 +83,10 @@ def nbytes(path):
 
 WAYS = {
     "take": Snapshot.take,
-    "async": lambda path, app, **given: Snapshot.async_take(path, app, **given).wait(),
-    "overlapped": lambda path, app, **given: Snapshot.async_take(path, app, staging="overlapped", **given).wait(),
+    "async": lambda path, app, **given: Snapshot.async_take(path, app, **for_take(**given)).wait(),
+    "overlapped": lambda path, app, **given: Snapshot.async_take(
+        path, app, **for_take(staging="overlapped", **given)
+    ).wait(),
 }
 
 
@@ -105,7 +108,7 @@ def test_compression_restores_exactly_with_fewer_bytes(tmp_path, way, budget):
 def test_compression_on_storages_with_threads_or_on_the_loop(url):
     app = state(200)
     with recording():
-        Snapshot.take(url, app, compression="zstd", overwrite=True)
+        Snapshot.take(url, app, overwrite=True, options=TakeOptions(compression="zstd"))
         expect_same(url, app)
         Snapshot(url).delete()
 
@@ -122,7 +125,7 @@ def test_compression_of_every_dtype_and_size_is_exact(tmp_path, name):
         tensors[f"noise{count}"] = noise.view(dtype)
         tensors[f"zeros{count}"] = torch.zeros(count * dtype.itemsize, dtype=torch.uint8).view(dtype)
     app = {"s": StateDict(tensors)}
-    Snapshot.take(tmp_path / "s", app, compression="zstd")
+    Snapshot.take(tmp_path / "s", app, options=TakeOptions(compression="zstd"))
     new = Snapshot(tmp_path / "s").get_state_dict_for_key("s")
     for key, value in tensors.items():
         assert new[key].dtype == dtype
@@ -132,7 +135,7 @@ def test_compression_of_every_dtype_and_size_is_exact(tmp_path, name):
 
 def test_compression_stores_incompressible_tensors_plain(tmp_path):
     app = {"s": StateDict(noise=torch.randint(0, 256, (3 * MiB,), dtype=torch.uint8))}
-    Snapshot.take(tmp_path / "s", app, compression="zstd")
+    Snapshot.take(tmp_path / "s", app, options=TakeOptions(compression="zstd"))
     metadata = Snapshot(tmp_path / "s").metadata
     assert metadata.format == FORMAT
     (name,) = [each for each in metadata.files if each.endswith("safetensors")]
@@ -146,7 +149,7 @@ def test_compression_stores_a_file_plain_if_it_gains_less_than_its_table(tmp_pat
     noise = torch.randint(0, 256, (600_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     app = {"s": StateDict(noise=noise, zeros=torch.zeros(zeros, dtype=torch.uint8))}
     Snapshot.take(tmp_path / "raw", app)
-    Snapshot.take(tmp_path / "s", app, compression="zstd")
+    Snapshot.take(tmp_path / "s", app, options=TakeOptions(compression="zstd"))
     raw, packed = (Snapshot(tmp_path / name).metadata for name in ("raw", "s"))
     assert packed.nbytes < raw.nbytes if zeros == 9000 else packed.nbytes <= raw.nbytes
     assert (packed.format == PACKED_FORMAT) == (packed.nbytes < raw.nbytes)
@@ -158,7 +161,7 @@ def test_compression_stores_a_file_plain_if_it_gains_less_than_its_table(tmp_pat
 
 
 def test_compressed_files_are_not_readable_as_plain_safetensors(tmp_path):
-    Snapshot.take(tmp_path / "s", state(), compression="zstd")
+    Snapshot.take(tmp_path / "s", state(), options=TakeOptions(compression="zstd"))
     seen = 0
     for name in os.listdir(tmp_path / "s" / "data"):
         if name.endswith("safetensors"):
@@ -177,7 +180,7 @@ def test_compressed_files_are_not_readable_as_plain_safetensors(tmp_path):
 
 def test_compressed_row_reads_two_blocks_and_the_table(tmp_path):
     app = {"s": StateDict(long=weights(40_000, 300))}
-    Snapshot.take(tmp_path / "s", app, compression="zstd")
+    Snapshot.take(tmp_path / "s", app, options=TakeOptions(compression="zstd"))
     with recording() as log:
         view = Snapshot(f"recording+file://{tmp_path}/s")
         row = view.read_object("0/s/long", box=(slice(12_345, 12_346),))
@@ -191,7 +194,9 @@ def test_compressed_row_reads_two_blocks_and_the_table(tmp_path):
 def test_compressed_box_equals_that_of_the_whole_tensor(tmp_path, seed):
     chance = torch.Generator().manual_seed(seed)
     whole = weights(900, 70, 13, seed=seed)
-    Snapshot.take(tmp_path / "s", {"s": StateDict(t=whole)}, compression="zstd", memory_budget_bytes=4 * MiB)
+    Snapshot.take(
+        tmp_path / "s", {"s": StateDict(t=whole)}, options=TakeOptions(compression="zstd", memory_budget_bytes=4 * MiB)
+    )
     for _ in range(6):
         low = [int(torch.randint(0, size, (), generator=chance)) for size in whole.shape]
         length = [
@@ -208,7 +213,7 @@ def test_compressed_box_equals_that_of_the_whole_tensor(tmp_path, seed):
 def test_compressed_snapshot_is_copied_and_converted(tmp_path):
     app = state()
     Snapshot.take(tmp_path / "raw", app, metadata={"a": 1})
-    Snapshot.take(tmp_path / "z", app, compression="zstd")
+    Snapshot.take(tmp_path / "z", app, options=TakeOptions(compression="zstd"))
     Snapshot(tmp_path / "z").copy(tmp_path / "bytes")
     assert nbytes(tmp_path / "bytes") == pytest.approx(nbytes(tmp_path / "z"), rel=0.01)
     Snapshot(tmp_path / "raw").copy(Target(tmp_path / "small", compression="zstd"))
@@ -234,7 +239,7 @@ def read_weight(path):
 
 
 def test_compressed_copy_of_damaged_data_is_not_committed(tmp_path):
-    Snapshot.take(tmp_path / "z", state(), compression="zstd")
+    Snapshot.take(tmp_path / "z", state(), options=TakeOptions(compression="zstd"))
     (name,) = [name for name in os.listdir(tmp_path / "z" / "data") if name.endswith("safetensors")]
     with open(tmp_path / "z" / "data" / name, "r+b") as file:
         file.seek(300_000)
@@ -252,15 +257,15 @@ def test_base_and_take_may_differ_in_compression(tmp_path, first, then):
     app = {"s": StateDict(frozen=weights(2000, 512), step=weights(600, 512, seed=1))}
     for parameter in ("frozen",):
         app["s"][parameter].requires_grad_(False)
-    base = Snapshot.take(tmp_path / "a", app, compression=first)
-    later = Snapshot.take(tmp_path / "b", app, base=base, compression=then)
+    base = Snapshot.take(tmp_path / "a", app, options=TakeOptions(compression=first))
+    later = Snapshot.take(tmp_path / "b", app, base=base, options=TakeOptions(compression=then))
     assert later.report.shared_files >= 1
     assert later.report.written_bytes < 100_000
     assert Snapshot(tmp_path / "b").metadata.format == Snapshot(tmp_path / "a").metadata.format
     Snapshot(tmp_path / "a").delete()  # its tables are gone, too
     expect_same(tmp_path / "b", app)
     app["s"]["step"] += 1
-    third = Snapshot.take(tmp_path / "c", app, base=later, compression=then)
+    third = Snapshot.take(tmp_path / "c", app, base=later, options=TakeOptions(compression=then))
     Snapshot(tmp_path / "b").delete()
     expect_same(tmp_path / "c", app)
     assert third.report.written_bytes > 0
@@ -268,7 +273,7 @@ def test_base_and_take_may_differ_in_compression(tmp_path, first, then):
 
 def test_base_with_a_damaged_compression_table_is_not_shared(tmp_path):
     app = {"s": StateDict(frozen=weights(2000, 512))}
-    base = Snapshot.take(tmp_path / "a", app, compression="zstd")
+    base = Snapshot.take(tmp_path / "a", app, options=TakeOptions(compression="zstd"))
     document = base._manifest.open()
     (packed,) = [file.packed for file in document.files.values() if file.packed is not None]
     with open(tmp_path / "a" / packed.index[0], "r+b") as file:
@@ -296,25 +301,25 @@ def test_compressed_take_that_fails_leaves_no_files(tmp_path, way, on):
         assert not [name for _, _, names in os.walk(tmp_path / "s") for name in names]
     WAYS[way](tmp_path / "s", app, compression="zstd")
     with pytest.raises(SnapshotExistsError):
-        Snapshot.take(tmp_path / "s", app, compression="zstd")
+        Snapshot.take(tmp_path / "s", app, options=TakeOptions(compression="zstd"))
 
 
 def test_compressed_take_with_read_back_reads_the_stored_bytes(tmp_path):
     app = state()
-    Snapshot.take(tmp_path / "s", app, compression="zstd", read_back=True)
+    Snapshot.take(tmp_path / "s", app, options=TakeOptions(compression="zstd", read_back=True))
     expect_same(tmp_path / "s", app)
     for flip in (9, 70_000):  # the header of the stored file, and a block
         with (
             faulty(on="write", path="*.safetensors", flip=flip),
             pytest.raises(Exception, match="nothing was committed"),
         ):
-            Snapshot.take(f"faulty+file://{tmp_path}/no", app, compression="zstd", read_back=True)
+            Snapshot.take(f"faulty+file://{tmp_path}/no", app, options=TakeOptions(compression="zstd", read_back=True))
         assert not Snapshot(tmp_path / "no").exists()
 
 
 def test_compressed_read_that_is_damaged_once_is_repeated():
     app = state(300)
-    Snapshot.take("memory://once", app, compression="zstd", overwrite=True)
+    Snapshot.take("memory://once", app, overwrite=True, options=TakeOptions(compression="zstd"))
     for path in ("*.safetensors", "*.bin"):
         with faulty(on="read_into", path=path, nth=1, flip=5000):
             expect_same("faulty+memory://once", app)
@@ -324,7 +329,7 @@ def test_compressed_read_that_is_damaged_once_is_repeated():
 @pytest.mark.parametrize("value", ["lz4", True, 1, ""])
 def test_compression_refuses_unknown_values(tmp_path, value):
     with pytest.raises(ValueError, match="compression must be None, 'zstd' or 'auto'"):
-        Snapshot.take(tmp_path / "s", state(1), compression=value)
+        Snapshot.take(tmp_path / "s", state(1), options=TakeOptions(compression=value))
     assert not (tmp_path / "s").exists()
 
 
@@ -350,7 +355,7 @@ def test_compression_without_zstandard_raises_missing_extra_error(tmp_path):
             else:
                 raise AssertionError(call)
     """
-    Snapshot.take(tmp_path / "z", state(100), compression="zstd")
+    Snapshot.take(tmp_path / "z", state(100), options=TakeOptions(compression="zstd"))
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
     assert not (tmp_path / "s").exists()
     assert issubclass(MissingExtraError, ImportError)
@@ -360,6 +365,7 @@ IN_A_BUDGET = """
 import sys
 import torch
 from snapshot import Snapshot, StateDict, Target
+from tests.helpers.arguments import for_restore, for_take
 
 MiB = 1 << 20
 

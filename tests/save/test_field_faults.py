@@ -14,6 +14,7 @@ from torch import nn
 
 from snapshot import KeepBest, Snapshot, SnapshotExistsError, SnapshotManager, StateDict
 from snapshot import events as happening
+from tests.helpers.arguments import for_take
 from tests.helpers.faulty import Cached
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guards.md"
@@ -43,7 +44,7 @@ class Training:
 
     def take(self, app, **options):
         path = f"{self.root}/step-{next(self.number)}"
-        return [str(each) for each in Snapshot.take(path, app, **options).report.findings]
+        return [str(each) for each in Snapshot.take(path, app, **for_take(**options)).report.findings]
 
     def takes(self, app, times=3):
         """Learn and take some times. Return the last findings; the takes before must have none."""

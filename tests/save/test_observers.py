@@ -93,7 +93,7 @@ def state():
 
 def test_observer_of_another_package_notes_and_judges_but_stores_no_file(install, tmp_path):
     install("snapshot.takes", "mine = tiny:MINE", module=OBSERVER)
-    snapshot = Snapshot.take(tmp_path / "s", state(), metadata={"note": 1}, sign=None)
+    snapshot = Snapshot.take(tmp_path / "s", state(), metadata={"note": 1}, options=TakeOptions(sign=None))
     assert "mine: 2 leaves" in list(map(str, snapshot.report.findings))
     assert not list((tmp_path / "s" / "data").glob("*.mine")), "readers refuse a name that the format does not have"
     opened = Snapshot(tmp_path / "s")
@@ -205,10 +205,10 @@ def test_guards_of_ranks_that_have_them_count_if_another_lacks_the_package(two, 
 def test_broken_health_package_fails_no_take_by_default_and_one_that_asks_for_it(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("snapshot_health.observe.GuardedTake", None)
     Snapshot.take(tmp_path / "s", state())
-    Snapshot.take(tmp_path / "t", state(), guards="off")
+    Snapshot.take(tmp_path / "t", state(), options=TakeOptions(guards="off"))
     assert caplog.text.count("the observer health of snapshot-torch") == 1
     with pytest.raises(TypeError):
-        Snapshot.take(tmp_path / "u", state(), guards="refuse")
+        Snapshot.take(tmp_path / "u", state(), options=TakeOptions(guards="refuse"))
 
 
 def _take_with_observers(folder, names, fails):
@@ -276,7 +276,7 @@ def test_take_without_the_health_package_is_not_guarded_and_options_name_it(tmp_
     try:
         with caplog.at_level(logging.WARNING, "snapshot"):
             Snapshot.take(tmp_path / "s", {"s": StateDict(a=torch.tensor([float("nan")] * 4))})
-            Snapshot.take(tmp_path / "t", state(), guards="off")
+            Snapshot.take(tmp_path / "t", state(), options=TakeOptions(guards="off"))
         assert caplog.text.count("snapshot_health is not installed: takes are not guarded") == 1
         for wanted in ({"guards": "refuse"}, {"guards": "report"}, {"statistics": True}):
             with pytest.raises(MissingExtraError, match="snapshot_health of snapshot-torch is not installed"):

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from snapshot import ModelState, Snapshot, SnapshotError, StateDict, StorageError
+from snapshot import ModelState, Snapshot, SnapshotError, StateDict, StorageError, TakeOptions
 from snapshot.io.arena import arena
 from snapshot.save import staging
 from snapshot.save.staging import Stager
 from snapshot.save.step_barrier import SpotBytes
 from snapshot.tensors.memory import view_memory
 from snapshot.testing import faulty, stalling
+from tests.helpers.arguments import for_take
 from tests.helpers.states import equal
 
 KiB = 1 << 10
@@ -69,7 +70,7 @@ def held_up(app, **options):
     expected = contents("memory://expected", app)
     options = {"memory_budget_bytes": SMALL_BUDGET, "staging": "overlapped", "overwrite": True} | options
     with stalling(on="write", times=None) as stall:
-        pending = Snapshot.async_take("stalling+memory://overlapped", app, **options)
+        pending = Snapshot.async_take("stalling+memory://overlapped", app, **for_take(**options))
         try:
             yield pending, stall
         finally:
@@ -255,7 +256,9 @@ def test_overlapped_staging_makes_load_state_dict_and_restore_wait(target):
 
 def all_is_copied_at_once(app, **options):
     with stalling(on="commit") as stall:
-        pending = Snapshot.async_take("stalling+memory://late", app, staging="overlapped", overwrite=True, **options)
+        pending = Snapshot.async_take(
+            "stalling+memory://late", app, **for_take(overwrite=True, staging="overlapped", **options)
+        )
         was_staged, held = pending.staged(), pending._held
         stall.release()
         pending.wait(30)
@@ -289,7 +292,10 @@ def test_overlapped_staging_copies_embedding_weights_with_max_norm_in_the_call()
     expected = contents("memory://expected", {"model": model})
     with stalling(on="write", times=None) as stall:
         pending = Snapshot.async_take(
-            "stalling+memory://renormed", {"model": model, "optim": optimizer}, staging="overlapped", overwrite=True
+            "stalling+memory://renormed",
+            {"model": model, "optim": optimizer},
+            overwrite=True,
+            options=TakeOptions(staging="overlapped"),
         )
         model(torch.arange(2000))  # changes the embedding
         assert not torch.equal(model[0].weight, expected["model"]["0.weight"])
@@ -309,7 +315,9 @@ def test_overlapped_staging_copies_shared_storages_in_the_call():
     Snapshot.take("memory://expected", app, overwrite=True)
     expected = contents("memory://expected", app)
     with stalling(on="write", times=None) as stall:
-        pending = Snapshot.async_take("stalling+memory://flat", app, staging="overlapped", overwrite=True)
+        pending = Snapshot.async_take(
+            "stalling+memory://flat", app, overwrite=True, options=TakeOptions(staging="overlapped")
+        )
         model.count.add_(1)  # which torch counts as a change of the parameters that are seen through the same tensor
         flat.add_(1)
         stall.release()
@@ -388,7 +396,7 @@ def test_overlapped_staging_detects_a_change_that_torch_counts_late(tmp_path):
     model = Net()
     app = trained(model, torch.optim.Adam(model.parameters()))
     with stalling(on="finish", times=None) as stall:
-        pending = Snapshot.async_take(f"stalling+file://{tmp_path}/s", app, staging="overlapped")
+        pending = Snapshot.async_take(f"stalling+file://{tmp_path}/s", app, options=TakeOptions(staging="overlapped"))
         assert pending._held._over.wait(30)
         model.two.weight.detach().mul_(2)
         stall.release()
@@ -404,7 +412,7 @@ def test_overlapped_staging_allows_changes_after_staged_wait_staged_or_step(tmp_
     weight = model.two.weight.detach().clone()
     backward(model)
     with stalling(on="finish") as stall:
-        pending = Snapshot.async_take(f"stalling+file://{tmp_path}/s", app, staging="overlapped")
+        pending = Snapshot.async_take(f"stalling+file://{tmp_path}/s", app, options=TakeOptions(staging="overlapped"))
         assert pending._held._over.wait(30)
         assert app["optim"].step() is None if tell == "step" else getattr(pending, tell)() in (True, None)
         model.two.weight.detach().mul_(2)
@@ -417,7 +425,9 @@ def test_overlapped_staging_holds_no_tensors_after_its_end(end):
     model = Net()
     app = trained(model, torch.optim.Adam(model.parameters()))
     with stalling(on="finish", times=None) as stall:
-        pending = Snapshot.async_take("stalling+memory://over", app, staging="overlapped", overwrite=True)
+        pending = Snapshot.async_take(
+            "stalling+memory://over", app, overwrite=True, options=TakeOptions(staging="overlapped")
+        )
         if end == "failed":
             assert pending._held._over.wait(30)
             model.two.weight.detach().mul_(2)
@@ -445,10 +455,9 @@ def test_overlapped_staging_refuses_callbacks_that_would_wait_for_themselves():
     Snapshot.async_take(
         "memory://called",
         app,
-        staging="overlapped",
-        memory_budget_bytes=SMALL_BUDGET,
         progress=progress,
         overwrite=True,
+        options=TakeOptions(staging="overlapped", memory_budget_bytes=SMALL_BUDGET),
     ).wait(30)
     assert raised
     assert loaded
@@ -459,7 +468,9 @@ def test_overlapped_staging_fails_if_a_tensor_changes_outside_a_step(tmp_path):
     app = trained(model, torch.optim.Adam(model.parameters()))
     with stalling(on="write", times=None) as stall:
         pending = Snapshot.async_take(
-            f"stalling+file://{tmp_path}/s", app, staging="overlapped", memory_budget_bytes=SMALL_BUDGET
+            f"stalling+file://{tmp_path}/s",
+            app,
+            options=TakeOptions(staging="overlapped", memory_budget_bytes=SMALL_BUDGET),
         )
         with torch.no_grad():
             for parameter in model.parameters():
@@ -500,7 +511,7 @@ def test_overlapped_staging_removes_its_hooks_when_nothing_is_pending():
     before = dict(hooks), nn.Module.load_state_dict, torch.optim.Optimizer.load_state_dict
     assert not before[0]
     for _ in range(3):
-        pending = Snapshot.async_take("memory://hook", app, staging="overlapped", overwrite=True)
+        pending = Snapshot.async_take("memory://hook", app, overwrite=True, options=TakeOptions(staging="overlapped"))
         assert len(hooks) == 1
         pending.wait(30)
         assert (nn.Module.load_state_dict, torch.optim.Optimizer.load_state_dict) == before[1:]
@@ -512,7 +523,7 @@ def test_overlapped_staging_hook_coexists_with_other_optimizer_hooks():
     model = Net()
     app = trained(model, torch.optim.Adam(model.parameters()))
     called = []
-    Snapshot.async_take("memory://hooks", app, staging="overlapped", overwrite=True).wait(30)
+    Snapshot.async_take("memory://hooks", app, overwrite=True, options=TakeOptions(staging="overlapped")).wait(30)
     other = torch_optimizer.register_optimizer_step_pre_hook(lambda *_: called.append(1))
     try:
         app["optim"].step()
@@ -529,7 +540,9 @@ def test_overlapped_staging_failure_is_not_raised_by_the_optimizer_step(tmp_path
     app = trained(model, torch.optim.Adam(model.parameters()))
     with faulty(on="write", nth=3, error=StorageError("broken")):
         pending = Snapshot.async_take(
-            f"faulty+file://{tmp_path}/s", app, staging="overlapped", memory_budget_bytes=SMALL_BUDGET
+            f"faulty+file://{tmp_path}/s",
+            app,
+            options=TakeOptions(staging="overlapped", memory_budget_bytes=SMALL_BUDGET),
         )
         backward(model)
         app["optim"].step()
@@ -543,7 +556,9 @@ def test_overlapped_staging_cancelled_does_not_block_the_step(tmp_path):
     app = trained(model, torch.optim.Adam(model.parameters()))
     with stalling(on="write", times=None):
         pending = Snapshot.async_take(
-            f"stalling+file://{tmp_path}/s", app, staging="overlapped", memory_budget_bytes=SMALL_BUDGET
+            f"stalling+file://{tmp_path}/s",
+            app,
+            options=TakeOptions(staging="overlapped", memory_budget_bytes=SMALL_BUDGET),
         )
         assert not pending.staged()
         assert pending.cancel()
@@ -582,7 +597,9 @@ def test_overlapped_staging_several_at_once_save_their_own_moment(tmp_path):
     pending, expected = [], []
     for i in range(6):
         expected.append({key: value.clone() for key, value in model.state_dict().items()})
-        pending.append(Snapshot.async_take(tmp_path / str(i), app, staging="overlapped", durable=False))
+        pending.append(
+            Snapshot.async_take(tmp_path / str(i), app, options=TakeOptions(staging="overlapped", durable=False))
+        )
         backward(model)
         app["optim"].step()
     for each, values in zip(pending, expected, strict=True):
@@ -599,7 +616,9 @@ def test_overlapped_staging_in_several_threads(tmp_path):
             for i in range(4):
                 weight = model.weight.detach().clone()
                 pending = Snapshot.async_take(
-                    tmp_path / f"{name}-{i}", {"m": model, "o": optimizer}, staging="overlapped", durable=False
+                    tmp_path / f"{name}-{i}",
+                    {"m": model, "o": optimizer},
+                    options=TakeOptions(staging="overlapped", durable=False),
                 )
                 model(torch.ones(2, 300)).sum().backward()
                 optimizer.step()
@@ -665,6 +684,7 @@ def test_overlapped_staging_memory_stays_within_memory_budget_bytes(tmp_path, wa
     script = f"""
 import os, sys, threading, torch
 from snapshot import Snapshot, StateDict
+from tests.helpers.arguments import for_take
 torch.set_num_threads(1)
 model = torch.nn.Module()
 model.one = torch.nn.Parameter(torch.ones(32 << 20))
@@ -706,7 +726,7 @@ def test_overlapped_staging_abandoned_releases_its_memory_after_the_wait(monkeyp
     monkeypatch.setattr(Stager, "begin", slow)
     model = Net()
     app = trained(model, torch.optim.Adam(model.parameters()))
-    pending = Snapshot.async_take("memory://given-up", app, staging="overlapped", overwrite=True)
+    pending = Snapshot.async_take("memory://given-up", app, overwrite=True, options=TakeOptions(staging="overlapped"))
     assert copying.wait(30)
     threading.Timer(0.2, go_on.set).start()
     assert pending.cancel()
@@ -748,7 +768,9 @@ def test_overlapped_staging_does_not_read_memory_replaced_before_its_copy(replac
     ]
     with stalling(on="write", times=None) as stall:
         pending = Snapshot.async_take(
-            f"stalling+memory://replaced/{url}", app, staging="overlapped", memory_budget_bytes=SMALL_BUDGET
+            f"stalling+memory://replaced/{url}",
+            app,
+            options=TakeOptions(staging="overlapped", memory_budget_bytes=SMALL_BUDGET),
         )
         assert not pending.staged()
         for tensor in tensors:
@@ -793,7 +815,9 @@ def test_overlapped_staging_keeps_memory_replaced_during_its_copy(monkeypatch):
         each.requires_grad_(False)
     while_copied(monkeypatch, act)
     with pytest.raises(SnapshotError, match=r"optim/\S+: changed outside"):
-        Snapshot.async_take("memory://replaced", app, staging="overlapped", overwrite=True).wait(30)
+        Snapshot.async_take("memory://replaced", app, overwrite=True, options=TakeOptions(staging="overlapped")).wait(
+            30
+        )
     assert read == [True]
 
 
@@ -839,7 +863,7 @@ def test_overlapped_staging_memory_is_not_freed_during_its_copy(monkeypatch, mov
     monkeypatch.setattr(Stager, "end", ended)
     while_copied(monkeypatch, act)
     with pytest.raises(SnapshotError, match=r"(model|optim)/\S+: changed outside"):
-        Snapshot.async_take("memory://freed", app, staging="overlapped", overwrite=True).wait(30)
+        Snapshot.async_take("memory://freed", app, overwrite=True, options=TakeOptions(staging="overlapped")).wait(30)
     assert blocked == [True]
     assert methods() == before
     model = app = None
@@ -869,7 +893,7 @@ def test_overlapped_staging_detects_a_change_during_a_copy(monkeypatch):
     monkeypatch.setattr(Stager, "end", noted)
     while_copied(monkeypatch, act)
     with pytest.raises(SnapshotError, match=r"(model|optim)/\S+: changed outside"):
-        Snapshot.async_take("memory://during", app, staging="overlapped", overwrite=True).wait(30)
+        Snapshot.async_take("memory://during", app, overwrite=True, options=TakeOptions(staging="overlapped")).wait(30)
     assert len(ends) == 1
 
 

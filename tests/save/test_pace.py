@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from snapshot import Snapshot, StateDict, Target
+from snapshot import Snapshot, StateDict, TakeOptions, Target
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.url import URL
@@ -106,15 +106,15 @@ def test_compression_auto_sample_shows_the_ratio(numbers):
 
 def test_compression_auto_measures_takes_and_compresses_to_a_slow_storage(session, tmp_path, numbers):
     app = {"s": StateDict(x=numbers)}
-    Snapshot.take(tmp_path / "a", app, compression="auto")
+    Snapshot.take(tmp_path / "a", app, options=TakeOptions(compression="auto"))
     assert Snapshot(tmp_path / "a").metadata.format == "snapshot/1"
     (place,) = pace._places.get().values()
     assert place.speeds[False]
     place.links[0] = place.speeds[False][0] = 1e3
-    Snapshot.take(tmp_path / "b", app, compression="auto")
+    Snapshot.take(tmp_path / "b", app, options=TakeOptions(compression="auto"))
     assert Snapshot(tmp_path / "b").metadata.format == "snapshot/2"
     assert place.speeds[True]
-    Snapshot.async_take(tmp_path / "c", app, compression="auto").wait()
+    Snapshot.async_take(tmp_path / "c", app, options=TakeOptions(compression="auto")).wait()
     assert Snapshot(tmp_path / "c").metadata.format == "snapshot/1"
     assert not Snapshot.diff(tmp_path / "a", tmp_path / "b")
 

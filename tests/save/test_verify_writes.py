@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from snapshot import CorruptSnapshotError, Snapshot, StateDict
+from snapshot import CorruptSnapshotError, Snapshot, StateDict, TakeOptions
 from snapshot.testing import faulty, recording
 
 
@@ -38,7 +38,7 @@ def test_read_back_failure_keeps_the_old_snapshot(tmp_path):
     Snapshot.take(tmp_path / "s", state())
     before = Snapshot(tmp_path / "s").metadata.save_id
     with faulty(on="write", path="*.safetensors", flip=9), pytest.raises(CorruptSnapshotError):
-        Snapshot.take(f"faulty+file://{tmp_path}/s", state(), overwrite=True, read_back=True)
+        Snapshot.take(f"faulty+file://{tmp_path}/s", state(), overwrite=True, options=TakeOptions(read_back=True))
     assert Snapshot(tmp_path / "s").metadata.save_id == before
     assert Snapshot(tmp_path / "s").verify()
 
@@ -49,7 +49,7 @@ def test_read_back_failure_keeps_the_old_snapshot(tmp_path):
 def test_read_back_fraction_reads_that_share(share, least, most):
     app = {"s": StateDict(big=torch.arange(8 << 20))}
     with recording() as log:
-        Snapshot.take("recording+memory://share", app, overwrite=True, read_back=share)
+        Snapshot.take("recording+memory://share", app, overwrite=True, options=TakeOptions(read_back=share))
     read = sum(each.nbytes for each in log.operations if each.name == "read_into" and each.path.endswith("safetensors"))
     assert least <= read / (64 << 20) <= most
 
@@ -57,5 +57,5 @@ def test_read_back_fraction_reads_that_share(share, least, most):
 @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
 def test_read_back_refuses_an_invalid_fraction_before_writing(tmp_path, share):
     with pytest.raises(ValueError, match="read_back must be"):
-        Snapshot.take(tmp_path / "s", state(), read_back=share)
+        Snapshot.take(tmp_path / "s", state(), options=TakeOptions(read_back=share))
     assert not (tmp_path / "s").exists()

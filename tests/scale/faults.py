@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from snapshot import Snapshot, SnapshotError, StateDict
+from snapshot import RestoreOptions, Snapshot, SnapshotError, StateDict
 from snapshot.storages.file.file_storage import FileStorage
 from snapshot.storages.file.files import LocalFileWriter
 from tests.scale.job import Job, Rank, Report
@@ -120,7 +120,7 @@ def call(rank: Rank, verb: str, path: str, timeout: float) -> None:
     """Save or restore on this rank."""
     app = {"s": make_state(rank, 2.0), "own": make_own(rank, 2.0)}
     if verb == "restore":
-        Snapshot(path).restore(app, read_once=False, timeout=timeout)
+        Snapshot(path).restore(app, timeout=timeout, options=RestoreOptions(read_once=False))
         return
     replicated = ["s/shared", "s/step"]
     made = getattr(Snapshot, verb)(path, app, replicated=replicated, timeout=timeout)

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from snapshot import RNGState, Snapshot, StateDict
+from snapshot import RestoreOptions, RNGState, Snapshot, StateDict
 from snapshot.text import size_text
 from snapshot_bench.rounds import available_memory
 from tests.scale.job import Job, Rank, Report
@@ -81,7 +81,7 @@ def load(rank: Rank, path: str, value: float, *, own: bool) -> None:
     app = {"s": make_state(rank, -1.0)}
     if own:
         app |= {"own": make_own(rank, -1.0), "rng": RNGState()}
-    Snapshot(path).restore(app, read_once=False)
+    Snapshot(path).restore(app, options=RestoreOptions(read_once=False))
     expect_values(rank, app["s"], app.get("own"), value)
 
 

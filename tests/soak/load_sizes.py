@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from snapshot import Snapshot, SnapshotError, StateDict
+from snapshot import Snapshot, SnapshotError, StateDict, TakeOptions
 from snapshot.io.arena import release_memory
 from snapshot.manifest.document import METADATA
 from snapshot.tensors.digest import digest_range
@@ -38,9 +38,12 @@ def step(name, function):
 
 def verbs(path, live, name, wanted):
     """All that a user does with a snapshot."""
-    step("take", lambda: Snapshot.take(path, {"s": live}, durable=False))
-    step("take again", lambda: Snapshot.take(path, {"s": live}, durable=False, overwrite=True))
-    step("async_take", lambda: Snapshot.async_take(path, {"s": live}, durable=False, overwrite=True).wait())
+    step("take", lambda: Snapshot.take(path, {"s": live}, options=TakeOptions(durable=False)))
+    step("take again", lambda: Snapshot.take(path, {"s": live}, overwrite=True, options=TakeOptions(durable=False)))
+    step(
+        "async_take",
+        lambda: Snapshot.async_take(path, {"s": live}, overwrite=True, options=TakeOptions(durable=False)).wait(),
+    )
     here = Snapshot(path)
     assert step("open", lambda: here.metadata.entries) >= len(live)
     found = step("read_object", lambda: here.read_object(f"0/s/{name}"))
@@ -99,7 +102,7 @@ def huge(path, count):
         held = StateDict(huge=torch.frombuffer(mapped, dtype=torch.uint8).view(-1, row), mark=1)
     anonymous = lambda: resident("RssAnon")  # noqa: E731 - pages of the source are the system's to drop
     before = anonymous()
-    step("take", lambda: Snapshot.take(path, {"s": held}, durable=False))
+    step("take", lambda: Snapshot.take(path, {"s": held}, options=TakeOptions(durable=False)))
     DONE["take"]["MiB"] = anonymous() - before
     held.clear()
     mapped = None
@@ -120,7 +123,7 @@ def huge(path, count):
 
 def tiny(path, count):
     """A manifest by hand, with so many entries that say nothing: it is refused, or opened, in bounded memory."""
-    Snapshot.take(path, {"s": StateDict(x=1)}, durable=False)
+    Snapshot.take(path, {"s": StateDict(x=1)}, options=TakeOptions(durable=False))
     whole = (Path(path) / METADATA).read_bytes()
     head, _, _ = whole.partition(b'"manifest":{')
     several = 1 << 16

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from snapshot import CommitUnknown, Snapshot, SnapshotError
+from snapshot import CommitUnknown, Snapshot, SnapshotError, TakeOptions
 from snapshot.testing import Fault, tapped
 from snapshot_worker.client import writer_process
 from tests.soak.load_app import App, differs, frozen, target
@@ -320,7 +320,7 @@ class Training:
         """One more take of each path cleans whatever was left; deleted, nothing is left of ours."""
         for slot in self.slots:
             saved = frozen(self.app.state())
-            Snapshot.take(slot.path, self.app.state(), overwrite=True, durable=False, timeout=60)
+            Snapshot.take(slot.path, self.app.state(), overwrite=True, timeout=60, options=TakeOptions(durable=False))
             self.together(None)
             if self.rank == 0:
                 left = files_of(slot.path) - expected(slot.path)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from snapshot import Snapshot, SnapshotError, StateDict
+from snapshot import Snapshot, SnapshotError, StateDict, TakeOptions
 from tests.helpers.trees import PYTHONPATH
 
 ROOT = Path(__file__).parents[2]
@@ -143,7 +143,7 @@ def test_soak_take_of_a_deeply_nested_state_is_refused(tmp_path, make, verb):
             taken_down(deep)
         assert not (tmp_path / "s").exists()
     deep = make(300)
-    Snapshot.take(tmp_path / "s", {"s": StateDict(x=deep)}, durable=False)
+    Snapshot.take(tmp_path / "s", {"s": StateDict(x=deep)}, options=TakeOptions(durable=False))
     live = StateDict()
     Snapshot(tmp_path / "s").restore({"s": live})
     assert live["x"] == deep

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from snapshot import CorruptSnapshotError, RestoreError, RNGState, Snapshot, SnapshotError, StateDict
+from snapshot import CorruptSnapshotError, RestoreError, RNGState, Snapshot, SnapshotError, StateDict, TakeOptions
 from snapshot.manifest.entries import TensorEntry
 from snapshot.state import flatten_cache, leaves
 from snapshot.state.flatten import Flattened
@@ -15,6 +15,7 @@ from snapshot.state.model_state import ModelState, OverlapEligible, count_change
 from snapshot.state.sharded import LocalPiece, Shards
 from snapshot.tensors import composite, geometry
 from snapshot.tensors.geometry import Box, boxes_overlap
+from tests.helpers.arguments import for_take
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{message}:UserWarning")
@@ -25,7 +26,7 @@ URL = "memory://mended"
 
 
 def take(state, **options):
-    return Snapshot.take(URL, {"s": StateDict(**state)}, overwrite=True, **options)
+    return Snapshot.take(URL, {"s": StateDict(**state)}, **for_take(overwrite=True, **options))
 
 
 def back(**state):
@@ -274,7 +275,7 @@ def test_rng_state_keeps_generators_that_were_not_saved():
     following = np.random.standard_normal(2).tolist()
     RNGState().load_state_dict({"numpy": legacy})
     assert np.random.standard_normal(2).tolist() == following
-    snapshot = Snapshot.take(URL, {"rng": RNGState()}, overwrite=True, exclude=["rng/numpy"])
+    snapshot = Snapshot.take(URL, {"rng": RNGState()}, overwrite=True, options=TakeOptions(exclude=["rng/numpy"]))
     snapshot.restore({"rng": RNGState()})
 
 

@@ -21,6 +21,7 @@ from snapshot.errors import SnapshotError, UnsafeObjectError
 from snapshot.manifest import document
 from snapshot.manifest.compounds import decode_object, encode_object
 from snapshot.saved import SavedObject
+from tests.helpers.arguments import for_restore
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -303,7 +304,7 @@ def test_generator_damaged_state_is_refused_before_anything_is_changed(tmp_path)
     before = live["rng"].bit_generator.state, live["z"].getstate()
     for options in ({}, {"verify": False}):
         with pytest.raises(CorruptSnapshotError):
-            Snapshot(tmp_path).restore({"s": live}, **options)
+            Snapshot(tmp_path).restore({"s": live}, **for_restore(**options))
         assert live["a"].sum() == 0
         assert (live["rng"].bit_generator.state, live["z"].getstate()) == before
 
@@ -313,11 +314,13 @@ def test_generator_is_a_leaf_for_select_and_exclude(how):
     generator = np.random.default_rng(3)
     snapshot = saved(rng=generator, t=torch.ones(2))
     live = StateDict(rng=np.random.default_rng(4), t=torch.zeros(2))
-    snapshot.restore({"s": live}, **how)
+    snapshot.restore({"s": live}, **for_restore(**how))
     assert live["rng"].random() == generator.random()
     assert live["t"].sum() == 0
     state = {"s": StateDict(rng=generator, t=torch.ones(2), state=StateDict(x=1).data)}
-    taken = Snapshot.take("memory://known/globs", state, exclude=["**/t", "**/state/**"], overwrite=True)
+    taken = Snapshot.take(
+        "memory://known/globs", state, overwrite=True, options=TakeOptions(exclude=["**/t", "**/state/**"])
+    )
     taken.restore({"s": live})
     assert live["rng"].random() == generator.random()
 
@@ -427,7 +430,9 @@ def test_format_snapshot_3_is_used_only_for_new_types(tmp_path):
     assert saved(a=1, b=Holder(None, None)).metadata.format == "snapshot/1"
     snapshot = Snapshot.take(tmp_path / "s", {"s": StateDict(args=argparse.Namespace(a=1))})
     assert snapshot.metadata.format == "snapshot/3"
-    assert Snapshot.take(tmp_path / "z", {"s": StateDict(a=Point(1, 2), b=torch.ones(9))}, compression="zstd").verify()
+    assert Snapshot.take(
+        tmp_path / "z", {"s": StateDict(a=Point(1, 2), b=torch.ones(9))}, options=TakeOptions(compression="zstd")
+    ).verify()
     path = tmp_path / "s" / ".snapshot_metadata"
     for older in ("snapshot/1", "snapshot/2"):
         data = path.read_bytes().replace(b"snapshot/3", older.encode())
@@ -472,18 +477,18 @@ class Opaque:
 def test_allow_pickle_error_refuses_pickles_in_take(tmp_path):
     app = {"s": StateDict(fine=1, deep={"odd": Opaque()})}
     with pytest.raises(UnsafeObjectError, match=r"s/deep/odd \(.*Opaque\)") as caught:
-        Snapshot.take(tmp_path / "s", app, allow_pickle="error")
+        Snapshot.take(tmp_path / "s", app, options=TakeOptions(allow_pickle="error"))
     assert "exclude" in str(caught.value)
     assert not any((tmp_path / "s").rglob("*-*")) if (tmp_path / "s").exists() else True
     with pytest.raises(UnsafeObjectError):
-        Snapshot.async_take(tmp_path / "s", app, allow_pickle="error").wait()
+        Snapshot.async_take(tmp_path / "s", app, options=TakeOptions(allow_pickle="error")).wait()
     with pytest.warns(UserWarning, match=r"s/deep/odd"):
         Snapshot.take(tmp_path / "s", app)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Snapshot.take(tmp_path / "s", app, allow_pickle=True, overwrite=True)
+        Snapshot.take(tmp_path / "s", app, overwrite=True, options=TakeOptions(allow_pickle=True))
     with pytest.raises(ValueError, match="allow_pickle must be 'warn', 'error' or True, got False"):
-        Snapshot.take(tmp_path / "t", app, allow_pickle=False)
+        Snapshot.take(tmp_path / "t", app, options=TakeOptions(allow_pickle=False))
 
 
 def test_allow_pickle_error_in_take_options_of_a_manager(tmp_path):
@@ -498,7 +503,7 @@ def _refuse(folder):
     import torch.distributed as dist
 
     held = Opaque() if dist.get_rank() else 1
-    Snapshot.take(folder, {"s": StateDict(held=held)}, allow_pickle="error")
+    Snapshot.take(folder, {"s": StateDict(held=held)}, options=TakeOptions(allow_pickle="error"))
 
 
 def test_allow_pickle_error_on_one_rank_is_raised_on_all(two, folder):

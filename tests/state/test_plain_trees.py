@@ -9,7 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapshot import CorruptSnapshotError, RestoreError, Snapshot, SnapshotError, StateDict, Target
+from snapshot import (
+    CorruptSnapshotError,
+    RestoreError,
+    RestoreOptions,
+    Snapshot,
+    SnapshotError,
+    StateDict,
+    TakeOptions,
+    Target,
+)
 from snapshot.manifest.plain_tree import DEEPEST_TREE, FEWEST, decode_tree, encode_tree
 from tests.helpers.versions import ALONE
 
@@ -168,14 +177,14 @@ def test_plain_tree_select_globs_match_values_inside(taken):
     assert state["rows"][7] == ROWS[7]
     assert state["rows"][8]["name"] == "live"
     assert state["step"] == 9
-    snapshot.restore({"s": state}, exclude=["s/rows/8/name"])
+    snapshot.restore({"s": state}, options=RestoreOptions(exclude=["s/rows/8/name"]))
     assert state["rows"][8]["name"] == "live"
     assert state["rows"][9] == ROWS[9]
 
 
 def test_plain_tree_exclude_leaves_out_values_inside(tmp_path):
     rows = dict(enumerate(ROWS))
-    Snapshot.take(tmp_path / "s", {"s": StateDict(rows=rows)}, exclude=["s/rows/*/name"])
+    Snapshot.take(tmp_path / "s", {"s": StateDict(rows=rows)}, options=TakeOptions(exclude=["s/rows/*/name"]))
     found = Snapshot(tmp_path / "s").read_object("s/rows")
     assert found[5] == {key: value for key, value in ROWS[5].items() if key != "name"}
 
@@ -211,7 +220,7 @@ def test_plain_tree_that_is_damaged_is_refused_and_nothing_is_changed(taken, tmp
     file.write_bytes(data)
     state = StateDict(rows=[1], step=0, w=torch.zeros(4))
     with pytest.raises(CorruptSnapshotError, match="rows"):
-        snapshot.restore({"s": state}, atomic=True)
+        snapshot.restore({"s": state}, options=RestoreOptions(atomic=True))
     assert state["rows"] == [1]
     assert state["w"].eq(0).all()
 

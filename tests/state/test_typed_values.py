@@ -19,13 +19,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from snapshot import RestoreError, Snapshot, StateDict, Target
+from snapshot import RestoreError, RestoreOptions, Snapshot, StateDict, TakeOptions, Target
 from snapshot.cli import main
 from snapshot.errors import UnsafeObjectError, UnsupportedFormatError
 from snapshot.manifest import compounds
 from snapshot.manifest.values import make_enum_entry, make_scalar_entry
 from snapshot.saved import SavedObject
 from snapshot.state import flatten
+from tests.helpers.arguments import for_take
 from tests.helpers.states import equal
 
 URL = "memory://typed"
@@ -147,7 +148,7 @@ def plainly_take(state, url=URL, **options):
     """A take that warns of nothing."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return Snapshot.take(url, state, overwrite=True, **options)
+        return Snapshot.take(url, state, **for_take(overwrite=True, **options))
 
 
 def other(value):  # noqa: PLR0911 - a line per kind
@@ -201,7 +202,9 @@ def test_typed_values_in_every_container(container):
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory):
     """The writer process is there before descriptors are counted."""
-    Snapshot.async_take(str(tmp_path_factory.mktemp("warm") / "x"), {"s": StateDict(values())}, worker="process").wait()
+    Snapshot.async_take(
+        str(tmp_path_factory.mktemp("warm") / "x"), {"s": StateDict(values())}, options=TakeOptions(worker="process")
+    ).wait()
 
 
 @pytest.mark.usefixtures("warm")
@@ -210,7 +213,7 @@ def test_typed_values_in_async_take(worker, tmp_path):
     held = values()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Snapshot.async_take(str(tmp_path / "s"), {"state": StateDict(held)}, worker=worker).wait()
+        Snapshot.async_take(str(tmp_path / "s"), {"state": StateDict(held)}, options=TakeOptions(worker=worker)).wait()
     live = StateDict({name: other(value) for name, value in values().items()})
     Snapshot(str(tmp_path / "s")).restore({"state": live})
     for name, value in held.items():
@@ -402,7 +405,7 @@ def test_dataclass_fields_are_selected_and_excluded():
     assert live["value"].weight.sum() == 2
     assert live["e"] is Color.BLUE
     live = StateDict(value=Frozen(1, torch.zeros(2)), e=Color.BLUE)
-    snapshot.restore({"state": live}, exclude=["state/value/weight"])
+    snapshot.restore({"state": live}, options=RestoreOptions(exclude=["state/value/weight"]))
     assert live["value"].step == 3
     assert live["value"].weight.sum() == 0
     snapshot = plainly_take({"state": StateDict(value=Frozen(3, torch.ones(2)))}, exclude=["state/value/step"])
@@ -617,7 +620,7 @@ def test_diff_of_typed_values_finds_another_class():
 
 @pytest.mark.parametrize("name", values())
 def test_cli_ls_and_show_typed_values(name, capsys, tmp_path):
-    Snapshot.take(tmp_path / "s", {"state": StateDict(value=values()[name])}, durable=False)
+    Snapshot.take(tmp_path / "s", {"state": StateDict(value=values()[name])}, options=TakeOptions(durable=False))
     assert main(["ls", str(tmp_path / "s"), "--flat"]) == 0
     assert "state/value" in capsys.readouterr().out
     assert main(["ls", str(tmp_path / "s"), "--json"]) == 0

@@ -5,8 +5,9 @@ import warnings
 import pytest
 import torch
 
-from snapshot import RestoreError, Snapshot, StateDict, Target
+from snapshot import RestoreError, RestoreOptions, Snapshot, StateDict, TakeOptions, Target
 from snapshot.saved import SavedObject
+from tests.helpers.arguments import for_take
 from tests.helpers.wrapper_tensors import Layout, Quantised, Rounding, nested, quantised
 
 URL = "memory://wrapped"
@@ -16,7 +17,7 @@ def plainly_take(state, url=URL, **options):
     """A take that warns of nothing."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return Snapshot.take(url, state, overwrite=True, **options)
+        return Snapshot.take(url, state, **for_take(overwrite=True, **options))
 
 
 def inner(tensor):
@@ -47,7 +48,7 @@ def test_wrapper_tensor_is_restored_into_the_live_one(make, worker, tmp_path):
     if worker:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            Snapshot.async_take(tmp_path / "s", state, worker=worker).wait()
+            Snapshot.async_take(tmp_path / "s", state, options=TakeOptions(worker=worker)).wait()
         snapshot = Snapshot(tmp_path / "s")
     else:
         snapshot = plainly_take(state)
@@ -132,7 +133,7 @@ def test_wrapper_tensor_with_another_context_is_a_mismatch():
         state = StateDict(a=torch.zeros(2), w=live)
         before = [each.clone() for each in inner(live)]
         with pytest.raises(RestoreError, match="state/w"):
-            snapshot.restore({"state": state}, cast="any")
+            snapshot.restore({"state": state}, options=RestoreOptions(cast="any"))
         assert all(map(torch.equal, inner(live), before))
         assert not state["a"].any()
 
@@ -217,7 +218,9 @@ def test_wrapper_tensor_inner_tensors_that_are_shared_are_stored_once():
 def test_wrapper_tensor_exclude():
     snapshot = plainly_take({"m": Layer(1), "state": StateDict(w=quantised(1), x=3)})
     live, state = Layer(2), StateDict(w=quantised(2), x=0)
-    snapshot.restore({"m": live, "state": state}, exclude=["m/weight", "m/weight/**", "state/w/**"])
+    snapshot.restore(
+        {"m": live, "state": state}, options=RestoreOptions(exclude=["m/weight", "m/weight/**", "state/w/**"])
+    )
     assert equal_wrapped(live.weight, Layer(2).weight)
     assert equal_wrapped(live.deep, Layer(1).deep)
     assert equal_wrapped(state["w"], quantised(2))
@@ -389,7 +392,7 @@ def test_mismatched_skip_leaves_a_wrapper_tensor_of_another_shape():
     live = held(6, 2)
     with pytest.raises(RestoreError, match=r"m/weight: the snapshot has \[4, 16\], the application \[6, 16\]"):
         snapshot.restore({"m": live})
-    report = snapshot.restore({"m": live}, strict=False, mismatched="skip")
+    report = snapshot.restore({"m": live}, strict=False, options=RestoreOptions(mismatched="skip"))
     assert [line.path for line in report.skipped] == ["m/weight"]
     assert live.other.eq(1).all()
     assert live.weight.codes.eq(2).all()

@@ -26,6 +26,7 @@ from snapshot.io.arena import arena
 from snapshot.manifest import document
 from snapshot.testing import faulty, recording
 from snapshot.testing.storages import Stall, tapped
+from tests.helpers.arguments import for_take
 from tests.helpers.versions import ALONE
 
 
@@ -49,7 +50,7 @@ def state(fill=1.0):
 
 
 def take(path, fill=1.0, **options):
-    return Snapshot.take(path, {"m": StateDict(**state(fill))}, metadata={"run": "first"}, **options)
+    return Snapshot.take(path, {"m": StateDict(**state(fill))}, **for_take(metadata={"run": "first"}, **options))
 
 
 def saved(folder, held):
@@ -211,6 +212,7 @@ import os, signal, sys
 from snapshot import Snapshot, Target
 from snapshot.testing.storages import tapped
 from snapshot.testing.storages import Tap
+from tests.helpers.arguments import for_take
 
 class Kill(Tap):
     async def before(self, operation):

@@ -16,6 +16,7 @@ from snapshot.save import planned_take
 from snapshot.tensors.memory import BY_NAME
 from snapshot.testing import faulty, recording
 from snapshot.transform.diff_bytes import Numbers, are_comparable
+from tests.helpers.arguments import for_take
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def all_memory_is_given_back():
 
 
 def taken(name, state, **options):
-    return Snapshot.take(f"memory://diff/{name}", {"m": StateDict(**state)}, overwrite=True, **options)
+    return Snapshot.take(f"memory://diff/{name}", {"m": StateDict(**state)}, **for_take(overwrite=True, **options))
 
 
 def changes(diff, kind="changed"):

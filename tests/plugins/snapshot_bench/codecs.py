@@ -19,7 +19,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import nn
 
-from snapshot import Snapshot, StateDict
+from snapshot import Snapshot, StateDict, TakeOptions
 from snapshot.tensors.digest import BLOCK, LEAF, block_digest, tree_of
 from snapshot.tensors.split_zstd import BlockCodec, kind_of, load_zstd, sum_stored
 from snapshot.testing import tapped
@@ -78,7 +78,7 @@ def compare_compression(where: Workspace, scale: float, rounds: int) -> Iterator
 
 
 def _take(url: str, app: dict[str, Any], way: str) -> None:
-    Snapshot.take(url, app, compression=WAYS[way], overwrite=True)
+    Snapshot.take(url, app, overwrite=True, options=TakeOptions(compression=WAYS[way]))
 
 
 def _restore(url: str, app: dict[str, Any]) -> None:
@@ -188,8 +188,8 @@ def _sign(place: Path, nbytes: int, rounds: int) -> Iterator[str]:
     app, into = {"s": StateDict(tensors)}, {"s": StateDict(dict(zip(tensors, live, strict=True)))}
     place.mkdir(parents=True)
     plain, signed, new, late = place / "plain", place / "signed", place / "new", place / "late"
-    Snapshot.take(plain, app, durable=False)
-    Snapshot.take(signed, app, sign=key, durable=False)
+    Snapshot.take(plain, app, options=TakeOptions(durable=False))
+    Snapshot.take(signed, app, options=TakeOptions(sign=key, durable=False))
     (place / "one").write_bytes(b"".join(each.numpy().tobytes() for each in held))
 
     def write() -> None:
@@ -198,21 +198,23 @@ def _sign(place: Path, nbytes: int, rounds: int) -> Iterator[str]:
 
     rows: dict[str, Work] = {
         "raw write": write,
-        "take": lambda: Snapshot.take(new, app, durable=False),
-        "take(sign=)": lambda: Snapshot.take(new, app, sign=key, durable=False),
+        "take": lambda: Snapshot.take(new, app, options=TakeOptions(durable=False)),
+        "take(sign=)": lambda: Snapshot.take(new, app, options=TakeOptions(sign=key, durable=False)),
         "raw read": lambda: read_streams(live, place / "one", LANES),
         "restore": lambda: Snapshot(plain).restore(into),
         "restore with a key": lambda: Snapshot(signed, key=public).restore(into),
         "verify": lambda: Snapshot(plain).verify(),
         "verify with a key": lambda: Snapshot(signed, key=public).verify(),
         "sign later": lambda: Snapshot(late).sign(key),
-        "async_take and wait": lambda: Snapshot.async_take(new, app, durable=False).wait(),
-        "async_take(sign=) and wait": lambda: Snapshot.async_take(new, app, sign=key, durable=False).wait(),
+        "async_take and wait": lambda: Snapshot.async_take(new, app, options=TakeOptions(durable=False)).wait(),
+        "async_take(sign=) and wait": lambda: Snapshot.async_take(
+            new, app, options=TakeOptions(sign=key, durable=False)
+        ).wait(),
     }
 
     def prepare(name: str) -> None:
         if name == "sign later":
-            Snapshot.take(late, app, durable=False)
+            Snapshot.take(late, app, options=TakeOptions(durable=False))
 
     def remove(_: str) -> None:
         for each in (new, late):

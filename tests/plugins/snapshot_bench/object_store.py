@@ -16,12 +16,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from snapshot import Snapshot, StateDict
+from snapshot import RestoreOptions, Snapshot, StateDict
 from snapshot.io.registry import open_storage
 from snapshot.io.url import URL
 from snapshot_bench.child import reset_peak, status
 from snapshot_bench.results import align_columns
 from snapshot_bench.workloads import random_tensors
+from tests.helpers.arguments import for_take
 from tests.plugins.snapshot_bench.harness import draw_rows, time_rows
 
 MiB = 1 << 20
@@ -123,9 +124,9 @@ class _Bench:
         url = f"{self.url}/ours-{secrets.token_hex(4)}"
         began = time.perf_counter()
         if waits:
-            Snapshot.take(url, self.state, **given)  # type: ignore[arg-type]
+            Snapshot.take(url, self.state, **for_take(**given))  # type: ignore[arg-type]
         else:
-            Snapshot.async_take(url, self.state, **given).wait()  # type: ignore[arg-type]
+            Snapshot.async_take(url, self.state, **for_take(**given)).wait()  # type: ignore[arg-type]
         took = time.perf_counter() - began
         if self.sink is self.source:
             Snapshot(url, storage_options=dict(self.sink)).delete()
@@ -134,7 +135,7 @@ class _Bench:
     def restore(self, engine: str, budget: int | None = None, *, verify: bool = True) -> float:
         began = time.perf_counter()
         snapshot = Snapshot(self.made[0], storage_options={**self.source, "engine": engine})
-        snapshot.restore(self.state, verify=verify, memory_budget_bytes=budget)
+        snapshot.restore(self.state, options=RestoreOptions(verify=verify, memory_budget_bytes=budget))
         return time.perf_counter() - began
 
     def key(self) -> str:

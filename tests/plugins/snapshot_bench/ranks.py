@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from snapshot import Snapshot, StateDict, Target
+from snapshot import RestoreOptions, Snapshot, StateDict, TakeOptions, Target
 from snapshot.cli.screen import say
 from snapshot.distributed.exchange import solo_exchange
 from snapshot.errors import SnapshotError
@@ -137,9 +137,11 @@ def _save_or_restore(job: Job) -> Result:
     options = options_from_environment()
     read, began = 0, time.perf_counter()
     if job.verb == "take":
-        Snapshot.take(path, app_state, pg=group, replicated=["**"], storage_options=options, durable=False)
+        Snapshot.take(
+            path, app_state, pg=group, replicated=["**"], storage_options=options, options=TakeOptions(durable=False)
+        )
     else:
-        read = Snapshot(path, group, options).restore(app_state, read_once=job.once).bytes_read
+        read = Snapshot(path, group, options).restore(app_state, options=RestoreOptions(read_once=job.once)).bytes_read
     seconds = time.perf_counter() - began
     if job.check and payload.digest() != digest:
         raise SnapshotError("the restored state is not the saved one")
@@ -208,7 +210,7 @@ def _write_parts(folder: Path, name: str, tensors: list[Any]) -> None:
     parts = folder / f"{name}-parts"
     parts.mkdir()
     for number, tensor in enumerate(tensors):
-        Snapshot.take(folder / "one", {"m": StateDict({f"w{number}": tensor})}, durable=False)
+        Snapshot.take(folder / "one", {"m": StateDict({f"w{number}": tensor})}, options=TakeOptions(durable=False))
         file = Target(parts / f"{number}.safetensors", "safetensors", durable=False)
         Snapshot(folder / "one").convert(file)
         shutil.rmtree(folder / "one")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from snapshot import ModelState, Snapshot, Target
+from snapshot import ModelState, RestoreOptions, Snapshot, Target
 from tests.plugins.snapshot_deepspeed.write_deepspeed_files import TAG, Model, config, make_groups
 
 STEPS = 3
@@ -82,7 +82,11 @@ def convert(folder):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     state = {"train": ModelState(model, optimizer), "lr_scheduler": scheduler}
     old = Snapshot(folder / "run")
-    old.restore({"model": model, "optim": optimizer, "lr_scheduler": scheduler}, unused="ignore", cast="any")
+    old.restore(
+        {"model": model, "optim": optimizer, "lr_scheduler": scheduler},
+        unused="ignore",
+        options=RestoreOptions(cast="any"),
+    )
     Snapshot.take(folder / "taken", state)
     Snapshot(folder / "taken").convert(Target(folder / "snapshot", "deepspeed-universal"))
     return "deepspeed", "converted", "snapshot"

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from snapshot import CorruptSnapshotError, ModelState, Snapshot, SnapshotError
+from snapshot import CorruptSnapshotError, ModelState, RestoreOptions, Snapshot, SnapshotError
 from snapshot import load as load_weights
 from snapshot.errors import UnsupportedFormatError
 from snapshot.formats.flat_ranges import join_runs
@@ -125,7 +125,7 @@ def _restore(path, kind, by):
     wrapped = DistributedDataParallel(model) if kind == "ddp" else model
     optimizer = torch.optim.AdamW(make_groups(model), lr=7.0)
     app_state = {"t": ModelState(wrapped, optimizer)} if by == "ModelState" else {"model": wrapped, "optim": optimizer}
-    Snapshot(path).restore(app_state, unused="ignore", cast="same_kind")
+    Snapshot(path).restore(app_state, unused="ignore", options=RestoreOptions(cast="same_kind"))
     assert optimizer.param_groups[1]["weight_decay"] == 0
     state = {name: _whole(each) for name, each in model.state_dict().items()}
     moments = {

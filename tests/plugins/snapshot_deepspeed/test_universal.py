@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from snapshot import ModelState, Snapshot, SnapshotExistsError, StateDict, Target
+from snapshot import ModelState, RestoreOptions, Snapshot, SnapshotExistsError, StateDict, Target
 from snapshot.cli import main
 from snapshot.errors import UnsupportedFormatError
 from snapshot.storages.memory import MemoryStorage
@@ -96,7 +96,7 @@ def test_convert_to_deepspeed_universal_of_a_model_state_is_read_back(tmp_path, 
 
     fresh = Model().to(dtype)
     other = torch.optim.AdamW(make_groups(fresh), lr=7.0)
-    again.restore({"t": ModelState(fresh, other)}, unused="ignore", cast="same_kind")
+    again.restore({"t": ModelState(fresh, other)}, unused="ignore", options=RestoreOptions(cast="same_kind"))
     expect_equal(dict(fresh.state_dict()), dict(model.state_dict()))
     expect_equal(other.state_dict()["state"][3]["exp_avg"], optimizer.state_dict()["state"][3]["exp_avg"])
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import snapshot
 import snapshot_merge
-from snapshot import CorruptSnapshotError, RestoreError, Snapshot, SnapshotError, Target, TensorMap
+from snapshot import CorruptSnapshotError, RestoreError, RestoreOptions, Snapshot, SnapshotError, Target, TensorMap
 from snapshot.cli import main
 from snapshot.errors import UnsupportedFormatError
 from snapshot_gguf import GGUFOptions
@@ -60,10 +60,10 @@ def test_gguf_is_listed_read_restored_and_verified(written):
     for box in ([slice(3, 17), slice(5, 45)], [7], [slice(0, 40), slice(63, 64)], [slice(0, 0)]):
         assert torch.equal(opened.read_object("0/0.weight", box=box), state["0.weight"][tuple(box)])
     live = model().to(torch.bfloat16)
-    opened.restore({"net": live}, cast="same_kind")
+    opened.restore({"net": live}, options=RestoreOptions(cast="same_kind"))
     expect_equal(dict(live.state_dict()), {name: each.to(torch.bfloat16) for name, each in state.items()})
     live = model()
-    opened.restore({"net": live}, cast="same_kind")
+    opened.restore({"net": live}, options=RestoreOptions(cast="same_kind"))
     expect_equal(dict(live.state_dict()), {name: each.float() for name, each in state.items()})
     report = opened.verify()
     assert report

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from snapshot import Snapshot, SnapshotError, StateDict
+from snapshot import Snapshot, SnapshotError, StateDict, TakeOptions
 from snapshot.cli import main
 from snapshot.testing import recording
 from snapshot_health.bisect_verb import find_first_bad
@@ -91,7 +91,7 @@ def test_cli_ls_show_and_ui_print_the_findings_of_a_snapshot(tmp_path, capsys, c
     with torch.no_grad():
         model.weight.fill_(math.nan)
     app = {"m": model, "o": torch.optim.SGD(model.parameters(), lr=0.1)}
-    Snapshot.take(tmp_path / "step-1", app, guards=choice)
+    Snapshot.take(tmp_path / "step-1", app, options=TakeOptions(guards=choice))
     for verb in (["ls", str(tmp_path)], ["ls", str(tmp_path / "step-1")], ["show", str(tmp_path / "step-1"), "m/bias"]):
         assert main(verb) == 0
         assert f"{mark}: nonfinite: NaN or infinity in m/weight" in capsys.readouterr().out

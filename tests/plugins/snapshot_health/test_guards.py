@@ -30,6 +30,7 @@ from snapshot.testing import recording
 from snapshot_health import guards, samples
 from snapshot_health.parameter_roles import stores_live_steps
 from snapshot_health.samples import SHARE, find_nonfinite
+from tests.helpers.arguments import for_take
 from tests.helpers.faulty import FAULTY
 from tests.helpers.trainings import TRAININGS, alarms
 
@@ -78,7 +79,7 @@ def takes(folder, app_state, between, times=4, **options):
     found = []
     for number in range(times):
         between(number)
-        found.append(Snapshot.take(f"{folder}/step-{number}", app_state, **options).report.findings)
+        found.append(Snapshot.take(f"{folder}/step-{number}", app_state, **for_take(**options)).report.findings)
     return [[each.guard for each in some] for some in found]
 
 
@@ -205,7 +206,9 @@ def test_guard_finds_a_stateful_missing_in_the_app_state(folder):
 
 def test_guard_finds_a_counter_that_decreases(folder):
     Snapshot.take(f"{folder}/step-1", {"p": StateDict(epoch=5, loss=1)})
-    [finding] = Snapshot.take(f"{folder}/step-2", {"p": StateDict(epoch=4, loss=0)}, guards="refuse").report.findings
+    [finding] = Snapshot.take(
+        f"{folder}/step-2", {"p": StateDict(epoch=4, loss=0)}, options=TakeOptions(guards="refuse")
+    ).report.findings
     assert finding.text == "p/epoch is 4, and was 5 in the take before"
     assert not finding.acts
 
@@ -240,8 +243,10 @@ def test_guards_refuse_raises_suspect_state_error_and_leaves_no_files(tmp_path, 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_guards_suspect_marks_the_snapshot_and_it_restores(folder, asynchronous, caplog):
-    take = (lambda **o: Snapshot.async_take(folder, broken(), **o).wait()) if asynchronous else None
-    snapshot = (take or (lambda **o: Snapshot.take(folder, broken(), **o)))(guards="suspect", metadata={"mine": 1})
+    take = (lambda **o: Snapshot.async_take(folder, broken(), **for_take(**o)).wait()) if asynchronous else None
+    snapshot = (take or (lambda **o: Snapshot.take(folder, broken(), **for_take(**o))))(
+        guards="suspect", metadata={"mine": 1}
+    )
     held = Snapshot(folder).metadata.metadata
     assert held["mine"] == 1
     assert findings.suspicions(held) == tuple(map(str, snapshot.report.findings))
@@ -252,7 +257,9 @@ def test_guards_suspect_marks_the_snapshot_and_it_restores(folder, asynchronous,
 
 
 def test_guards_report_keeps_findings_in_log_and_metadata_without_a_mark(folder, caplog):
-    report = Snapshot.take(f"{folder}/step-1", broken(), guards="report", metadata={"mine": 1}).report
+    report = Snapshot.take(
+        f"{folder}/step-1", broken(), metadata={"mine": 1}, options=TakeOptions(guards="report")
+    ).report
     held = Snapshot(f"{folder}/step-1").metadata.metadata
     assert held == {"mine": 1, findings.NOTED: [str(report.findings[0])]}
     assert findings.suspicions(held) == ()
@@ -260,7 +267,7 @@ def test_guards_report_keeps_findings_in_log_and_metadata_without_a_mark(folder,
 
 
 def test_guards_off_examines_nothing(folder, caplog):
-    assert not Snapshot.take(folder, broken(), guards="off").report.findings
+    assert not Snapshot.take(folder, broken(), options=TakeOptions(guards="off")).report.findings
     assert caplog.text == ""
     assert Snapshot(folder).metadata.metadata == {}
 
@@ -280,7 +287,7 @@ def test_guard_findings_without_action_are_in_the_metadata_and_logged_once(folde
 
 def test_guards_refuses_an_unknown_value(folder):
     with pytest.raises(ValueError, match="guards must be 'suspect', 'report', 'refuse', 'off', got 'no'"):
-        Snapshot.take(folder, broken(), guards="no")
+        Snapshot.take(folder, broken(), options=TakeOptions(guards="no"))
 
 
 def _run(root, keep, suspect=(3, 4)):
@@ -486,27 +493,29 @@ def test_guard_ignores_a_learning_rate_that_is_not_a_number(folder, rate):
 def test_guard_nonfinite_ignores_a_mask_that_is_a_frozen_parameter(folder):
     model = nn.Linear(8, 8)
     model.mask = nn.Parameter(torch.full((8, 8), -math.inf).triu(1), requires_grad=False)
-    assert not Snapshot.take(folder, {"m": model, "o": adam(model.parameters())}, guards="refuse").report.findings
+    assert not Snapshot.take(
+        folder, {"m": model, "o": adam(model.parameters())}, options=TakeOptions(guards="refuse")
+    ).report.findings
 
 
 def test_guard_reports_float32_masters_only_if_they_differ(folder):
     model = nn.Linear(8, 8).to(torch.bfloat16)
     masters = [nn.Parameter(each.detach().float()) for each in model.parameters()]
     app = {"m": model, "o": adam(masters)}
-    assert not Snapshot.take(f"{folder}/step-1", app, guards="refuse").report.findings
+    assert not Snapshot.take(f"{folder}/step-1", app, options=TakeOptions(guards="refuse")).report.findings
     with torch.no_grad():
         masters[0].add_(1.0)
-    [finding] = Snapshot.take(f"{folder}/step-2", app, guards="refuse").report.findings
+    [finding] = Snapshot.take(f"{folder}/step-2", app, options=TakeOptions(guards="refuse")).report.findings
     assert (finding.guard, finding.acts) == ("elsewhere", False)
 
 
 def test_guards_refuse_a_removed_stateful_once(folder):
     a, b = nn.Linear(2, 2), nn.Linear(2, 2)
-    Snapshot.take(f"{folder}/step-1", {"a": a, "b": b}, guards="refuse")
+    Snapshot.take(f"{folder}/step-1", {"a": a, "b": b}, options=TakeOptions(guards="refuse"))
     with pytest.raises(SuspectStateError, match="b: was in the app state"):
-        Snapshot.take(f"{folder}/step-2", {"a": a}, guards="refuse")
-    Snapshot.take(f"{folder}/step-3", {"a": a}, guards="refuse")
-    Snapshot.take(f"{folder}/net-4", {"b": b}, guards="refuse")
+        Snapshot.take(f"{folder}/step-2", {"a": a}, options=TakeOptions(guards="refuse"))
+    Snapshot.take(f"{folder}/step-3", {"a": a}, options=TakeOptions(guards="refuse"))
+    Snapshot.take(f"{folder}/net-4", {"b": b}, options=TakeOptions(guards="refuse"))
 
 
 class Cached:
@@ -625,7 +634,7 @@ def test_guard_nonfinite_examines_parameters_with_several_or_other_names(folder,
     with torch.no_grad():
         model["emb"].weight.fill_(math.nan)
     with pytest.raises(SuspectStateError, match=r"nonfinite: NaN or infinity in .*\(80 of 80\)"):
-        Snapshot.take(f"{folder}/step-2", app, guards="refuse")
+        Snapshot.take(f"{folder}/step-2", app, options=TakeOptions(guards="refuse"))
 
 
 def test_guard_stale_ignores_an_early_adam_step_below_the_resolution(folder):
@@ -672,7 +681,7 @@ def test_guard_reports_a_clone_of_the_policy_beside_a_target_network(folder):
     policy = layers()
     optimizer = adam(policy.parameters())
     app = {"policy": StateDict(sd={n: v.clone() for n, v in policy.state_dict().items()}), "target": layers()}
-    report = Snapshot.take(f"{folder}/step-1", {**app, "o": optimizer}, guards="refuse").report
+    report = Snapshot.take(f"{folder}/step-1", {**app, "o": optimizer}, options=TakeOptions(guards="refuse")).report
     assert [each.guard for each in report.findings] == ["elsewhere"]
 
 
@@ -710,7 +719,7 @@ def test_guards_refuse_on_one_rank_writes_nothing(folder):
     with torch.no_grad():
         model[0].weight.fill_(math.nan)
     with recording() as log, pytest.raises(SuspectStateError):
-        Snapshot.take(f"recording+{folder}/s", {"m": model, "o": optimizer}, guards="refuse")
+        Snapshot.take(f"recording+{folder}/s", {"m": model, "o": optimizer}, options=TakeOptions(guards="refuse"))
     assert log.nbytes("write") == 0
 
 

@@ -12,11 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from snapshot import CorruptSnapshotError, Snapshot, StateDict
+from snapshot import CorruptSnapshotError, Snapshot, StateDict, TakeOptions
 from snapshot.manifest.document import METADATA
 from snapshot.testing import recording
 from snapshot_health.bisect_verb import find_first_bad
 from snapshot_health.statistics import PIECE, combine_statistics, measure_tensor
+from tests.helpers.arguments import for_take
 
 NUMBERS = st.floats(width=32) | st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf, 3e38, 1e-40])
 
@@ -90,9 +91,9 @@ def test_statistics_of_a_take_equal_the_stored_values(tmp_path, verb, options):
         options = {"base": Snapshot.take(tmp_path / "base", app)}
         app["s"]["ints"] = torch.arange(5, 9)
     if verb == "take":
-        Snapshot.take(tmp_path / "s", app, statistics=True, **options)
+        Snapshot.take(tmp_path / "s", app, **for_take(statistics=True, **options))
     else:
-        pending = Snapshot.async_take(tmp_path / "s", app, statistics=True, **options)
+        pending = Snapshot.async_take(tmp_path / "s", app, **for_take(statistics=True, **options))
         with torch.no_grad():
             app["m"].weight.fill_(7.0)
         pending.wait()
@@ -119,12 +120,14 @@ def test_statistics_of_a_prepared_tensor_are_those_of_the_stored_one(tmp_path):
         return tensor.bfloat16() / 2
 
     state = {"s": StateDict(w=torch.full((4,), 6.0))}
-    snapshot = Snapshot.take(tmp_path / "s", state, _custom_tensor_prepare_func=halve, statistics=True)
+    snapshot = Snapshot.take(
+        tmp_path / "s", state, _custom_tensor_prepare_func=halve, options=TakeOptions(statistics=True)
+    )
     assert snapshot.get_statistics()["0/s/w"].max == 3.0
 
 
 def test_statistics_are_kept_by_copy_and_removed_by_delete(tmp_path):
-    Snapshot.take(tmp_path / "s", mixed(), statistics=True)
+    Snapshot.take(tmp_path / "s", mixed(), options=TakeOptions(statistics=True))
     Snapshot(tmp_path / "s").copy(tmp_path / "c")
     assert Snapshot(tmp_path / "c").get_statistics() == Snapshot(tmp_path / "s").get_statistics() != {}
     assert Snapshot(tmp_path / "c").verify().ok
@@ -137,7 +140,7 @@ def test_statistics_are_kept_by_copy_and_removed_by_delete(tmp_path):
 @pytest.mark.parametrize("signed", [False, True])
 def test_statistics_that_were_changed_are_refused(tmp_path, signed):
     key = Ed25519PrivateKey.generate() if signed else None
-    Snapshot.take(tmp_path / "s", mixed(), statistics=True, sign=key)
+    Snapshot.take(tmp_path / "s", mixed(), options=TakeOptions(statistics=True, sign=key))
     [file] = tmp_path.rglob("*.stats")
     public = key.public_key() if key else None
     assert len(Snapshot(tmp_path / "s", key=public).get_statistics()) == 5
@@ -157,7 +160,9 @@ def test_statistics_let_the_guard_find_one_nan_at_once(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with torch.no_grad():
         model.weight[31, 77] = math.nan
-    [finding] = Snapshot.take(tmp_path, {"m": model, "o": optimizer}, statistics=True).report.findings
+    [finding] = Snapshot.take(
+        tmp_path, {"m": model, "o": optimizer}, options=TakeOptions(statistics=True)
+    ).report.findings
     assert str(finding) == "nonfinite: NaN or infinity in m/weight (1 of 20,480)"
 
 
@@ -167,7 +172,7 @@ def test_bisect_reads_statistics_and_no_data(tmp_path):
         w = torch.full((40, 30), 1.0)
         if step >= 70:
             w[3] = math.nan
-        Snapshot.take(tmp_path / f"step-{step}", {"s": StateDict(w=w)}, statistics=True)
+        Snapshot.take(tmp_path / f"step-{step}", {"s": StateDict(w=w)}, options=TakeOptions(statistics=True))
     with recording() as log:
         report = find_first_bad(steps, lambda step: Snapshot(f"recording+file://{tmp_path}/step-{step}"))
     assert (report.step, report.last_good) == (70, 60)
@@ -182,7 +187,7 @@ def _take_and_measure(path):
     state = StateDict(
         own=torch.full((4,), float(rank + 1)), same=torch.arange(9.0), cut=distribute_tensor(whole, mesh, [Shard(0)])
     )
-    Snapshot.take(path, {"s": state}, replicated=["s/same"], statistics=True)
+    Snapshot.take(path, {"s": state}, replicated=["s/same"], options=TakeOptions(statistics=True))
     return Snapshot(path).get_statistics()
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from snapshot import Snapshot, SnapshotManager, StateDict
+from snapshot import Snapshot, SnapshotManager, StateDict, TakeOptions
 from snapshot.cli import main
 from snapshot_health import ui_verb as ui
 from snapshot_health.ui_verb import CHANGES, NAMES, Abandoned, PageServer, RunView
@@ -366,7 +366,7 @@ def test_ui_health_leaves_out_tensors_of_the_base(tmp_path):
     frozen, adapter = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
     state = {"frozen": frozen, "adapter": adapter}
     base = Snapshot.take(tmp_path / "step-1", state)
-    Snapshot.take(tmp_path / "step-2", state, base=base, only="trainable")
+    Snapshot.take(tmp_path / "step-2", state, base=base, options=TakeOptions(only="trainable"))
     view = RunView(str(tmp_path))
     assert [view.health(step, "**", bool)["tensors"] for step in (1, 2)] == [4, 2]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from snapshot import RankError, RestoreError, Snapshot, SnapshotError, Target
+from snapshot import RankError, RestoreError, RestoreOptions, Snapshot, SnapshotError, TakeOptions, Target
 from snapshot_megatron.adapter import MegatronState
 from tests.helpers.megatron_dirs import LAYERS, Split, load, megatron, save, sharded, write_directory
 from tests.helpers.rank_pool import Pool
@@ -191,7 +191,7 @@ def test_megatron_directory_with_only_objects_restores(two, tmp_path):
 def _all_but_one_object(folder):
     write_directory(folder)
     stateful = MegatronState(sharded(Split(tensor=2, rank=dist.get_rank()), blank=True)[0])
-    Snapshot(folder).restore({"megatron": stateful}, exclude=["megatron/plain.list*"])
+    Snapshot(folder).restore({"megatron": stateful}, options=RestoreOptions(exclude=["megatron/plain.list*"]))
     assert stateful.loaded["plain"] == {"dict": {"a": 1}, "list": ["here"], "one": [[7]], "int": 5, "none": None}
 
 
@@ -205,7 +205,7 @@ def _planned(path):
     app_state = {"megatron": MegatronState(state)}
     plan = Snapshot.plan(app_state, path=path)
     for step in range(2):  # one plan for many steps
-        pending = Snapshot.async_take(f"{path}-{step}", app_state, plan=plan)
+        pending = Snapshot.async_take(f"{path}-{step}", app_state, options=TakeOptions(plan=plan))
         with torch.no_grad():
             for each in live:
                 each.add_(1)  # cannot reach the snapshot
@@ -229,7 +229,7 @@ def _unfit(path):
     if rank == 1:
         changed["optimizer"]["momentum"] = torch.zeros(3)  # which is rank 0's to save, and not known there
         del changed["model"]["layers.1.out.weight"]
-    Snapshot.take(path, {"megatron": MegatronState(changed)}, plan=plan)
+    Snapshot.take(path, {"megatron": MegatronState(changed)}, options=TakeOptions(plan=plan))
 
 
 def test_megatron_state_plan_that_no_longer_fits_raises_on_all_ranks(two, tmp_path):
@@ -243,7 +243,7 @@ def _other_plan(path):
     rank = dist.get_rank()
     plan = Snapshot.plan({"megatron": MegatronState(sharded(Split(tensor=2, rank=rank))[0])}, path=path)
     other = MegatronState(sharded(Split(tensor=2, rank=rank), dtype=torch.bfloat16)[0])
-    Snapshot.take(path, {"megatron": other}, plan=plan)
+    Snapshot.take(path, {"megatron": other}, options=TakeOptions(plan=plan))
 
 
 def test_megatron_state_plan_for_another_dtype_is_refused(two, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from snapshot import CorruptSnapshotError, ModelState, Snapshot, SnapshotError, TensorMap
+from snapshot import CorruptSnapshotError, ModelState, RestoreOptions, Snapshot, SnapshotError, TensorMap
 from snapshot import load as load_weights
 from snapshot.errors import UnsupportedFormatError
 from tests.formats.remote_copies import on_s3
@@ -612,7 +612,7 @@ def test_megatron_legacy_restores_into_an_optimizer(tmp_path):
     optimizer = torch.optim.Adam([{"params": others}, {"params": vectors, "weight_decay": 0.0}])
     state = ModelState(model, optimizer)
     snapshot = Snapshot(tmp_path / "x")
-    snapshot.restore({"train": state}, cast="same_kind", unused="ignore")
+    snapshot.restore({"train": state}, unused="ignore", options=RestoreOptions(cast="same_kind"))
     snapshot.restore({"main_params": model}, unused="ignore")
     names = dict(model.named_parameters())
     for name, each in main.items():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from snapshot import Snapshot
+from snapshot import RestoreOptions, Snapshot, TakeOptions
 from snapshot_objectstore.s3 import S3Driver
 from tests.helpers.fault_proxy import FaultProxy
 from tests.plugins.snapshot_objectstore.s3_options import options
@@ -62,9 +62,9 @@ def test_base_on_another_storage_is_compared_and_everything_is_written(store, tm
     made = Snapshot.take(tmp_path / "b", run.state, base=base)
     assert made.report.shared_bytes == 0
     expect_whole(tmp_path / "b", run.values())
-    left_out = Snapshot.take(tmp_path / "c", run.state, base=base, only="trainable")
+    left_out = Snapshot.take(tmp_path / "c", run.state, base=base, options=TakeOptions(only="trainable"))
     assert left_out.report.omitted_bytes > 0
     for parameter in run.frozen.parameters():
         parameter.data.zero_()
-    left_out.restore(run.state, base=base)
+    left_out.restore(run.state, options=RestoreOptions(base=base))
     assert run.frozen[0].weight.any()

@@ -8,6 +8,7 @@ import torch
 
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotExistsError, SnapshotManager, StateDict
 from snapshot.save.transaction import read_beginning
+from tests.helpers.arguments import for_take
 from tests.helpers.storage_calls import PATIENT, use
 
 pytestmark = pytest.mark.servers
@@ -44,7 +45,7 @@ def test_s3_request_counts_equal_those_in_performance_md(moto, proxy):
     count("take", lambda: Snapshot.take(f"{root}/a", state, storage_options=options))
     count("async_take", lambda: Snapshot.async_take(f"{root}/b", state, storage_options=options).wait())
     again = {"storage_options": options, "overwrite": True}
-    count("take(overwrite=True)", lambda: Snapshot.take(f"{root}/a", state, **again))
+    count("take(overwrite=True)", lambda: Snapshot.take(f"{root}/a", state, **for_take(**again)))
     count("restore", lambda: snapshot().restore(state))
     assert count("read_object", lambda: snapshot().read_object("0/s/w3")).eq(3).all()
     count("get_manifest", lambda: snapshot().get_manifest())

@@ -14,6 +14,7 @@ from snapshot import (
     SnapshotExistsError,
     StateDict,
     StorageError,
+    TakeOptions,
 )
 from snapshot.events import add_handler, remove_handler
 from snapshot.io.registry import open_storage
@@ -452,9 +453,9 @@ def test_s3_read_back_finds_a_bit_flipped_during_the_upload(moto, proxy, place):
     assert not Snapshot(url, storage_options=options).verify()
     refused = pytest.raises(CorruptSnapshotError, match="nothing was committed")
     with proxy.fault(method="PUT", path=DATA, flip=2_345_678, side="request") as made, refused:
-        Snapshot.take(f"{url}-2", state(), storage_options=options, read_back=True)
+        Snapshot.take(f"{url}-2", state(), storage_options=options, options=TakeOptions(read_back=True))
     assert made.hits
     assert not Snapshot(f"{url}-2", storage_options=options).exists()
     assert left(moto, (f"{url}-2", options)) == ([], [])
-    Snapshot.take(f"{url}-2", state(), storage_options=options, read_back=True)
+    Snapshot.take(f"{url}-2", state(), storage_options=options, options=TakeOptions(read_back=True))
     assert whole(moto, (f"{url}-2", options))

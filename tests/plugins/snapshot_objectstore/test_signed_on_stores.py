@@ -6,7 +6,7 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from snapshot import CorruptSnapshotError, Snapshot, StateDict
+from snapshot import CorruptSnapshotError, Snapshot, StateDict, TakeOptions
 from snapshot.testing import faulty
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
@@ -32,11 +32,19 @@ def place(request):
 
 def test_signed_snapshots_on_object_stores_verify(place):
     url, options = place
-    Snapshot.take(f"{url}/a", state(), sign=KEY, storage_options=options)
-    Snapshot.async_take(f"{url}/b", state(), sign=KEY, storage_options=options, compression="zstd").wait()
+    Snapshot.take(f"{url}/a", state(), storage_options=options, options=TakeOptions(sign=KEY))
+    Snapshot.async_take(
+        f"{url}/b", state(), storage_options=options, options=TakeOptions(sign=KEY, compression="zstd")
+    ).wait()
     Snapshot.take(f"{url}/c", state(), storage_options=options)
     assert Snapshot(f"{url}/c", storage_options=options).sign(KEY)
-    Snapshot.take(f"{url}/d", state(), sign=KEY, storage_options=options, base=Snapshot(f"{url}/a", None, options))
+    Snapshot.take(
+        f"{url}/d",
+        state(),
+        storage_options=options,
+        base=Snapshot(f"{url}/a", None, options),
+        options=TakeOptions(sign=KEY),
+    )
     for name in "abcd":
         snapshot = Snapshot(f"{url}/{name}", storage_options=options, key=KEY.public_key())
         assert snapshot.verify()
@@ -49,7 +57,7 @@ def test_signed_snapshots_on_object_stores_verify(place):
 
 def test_signed_snapshot_damaged_in_transfer_is_read_again_or_refused(place):
     url, options = place
-    Snapshot.take(f"{url}/a", state(), sign=KEY, storage_options=options)
+    Snapshot.take(f"{url}/a", state(), storage_options=options, options=TakeOptions(sign=KEY))
     for path in ("*.safetensors", "*.sha256", "*.signature", "*metadata"):
         on = "read_into" if path in ("*.safetensors", "*.sha256") else "get"
         with faulty("faulty", on=on, path=path, flip=77, times=1) as fault:

@@ -22,7 +22,16 @@ from torch import nn
 
 import snapshot
 import snapshot_merge
-from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, SnapshotNotFoundError, StateDict, Target, TensorMap
+from snapshot import (
+    CorruptSnapshotError,
+    RestoreOptions,
+    Snapshot,
+    SnapshotError,
+    SnapshotNotFoundError,
+    StateDict,
+    Target,
+    TensorMap,
+)
 from snapshot.cli import main
 from snapshot.errors import UnsafeObjectError, UnsupportedFormatError
 from snapshot.io.loop import run
@@ -103,7 +112,9 @@ def test_orbax_restores_into_a_torch_module_with_a_tensor_map(files):
     linear = nn.Linear(8, 4)
     rules = [{"names": "dense.kernel -> weight", "axes": "i o -> o i"}, "dense.bias -> bias"]
     tensor_map = TensorMap(rules, others="drop")
-    Snapshot(files / "ocdbt").restore({"params": linear}, map=tensor_map, select=["params/**"], cast="same_kind")
+    Snapshot(files / "ocdbt").restore(
+        {"params": linear}, select=["params/**"], options=RestoreOptions(map=tensor_map, cast="same_kind")
+    )
     dense = tree()["params"]["dense"]
     assert torch.equal(linear.weight, dense["kernel"].float().T)
     assert torch.equal(linear.bias, dense["bias"])

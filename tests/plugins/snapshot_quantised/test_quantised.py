@@ -17,7 +17,7 @@ from torch import nn
 
 import snapshot
 import snapshot_publish
-from snapshot import CorruptSnapshotError, RestoreError, Snapshot, StateDict, Target, TensorMap
+from snapshot import CorruptSnapshotError, RestoreError, RestoreOptions, Snapshot, StateDict, Target, TensorMap
 from snapshot.cli import main
 from tests.formats.remote_copies import on_s3
 from tests.helpers.states import expect_equal
@@ -60,11 +60,11 @@ def test_dequantise_gives_the_bits_of_the_package_with_every_verb(samples, tmp_p
     expect_equal(by_name(load_file(tmp_path / "x.safetensors")), expected)
     live = nn.Linear(columns, rows)
     rules = TensorMap(["layers.0.q_proj.{rest...} -> {rest...}"], dequantise=loaded.dequantise)
-    opened.restore({"net": live}, map=rules, cast="same_kind")
+    opened.restore({"net": live}, options=RestoreOptions(map=rules, cast="same_kind"))
     expect_equal(live.weight.data, weight.float())
     expect_equal(live.bias.data, expected["layers.0.q_proj.bias"].float())
     state = StateDict(weight=torch.zeros_like(weight), bias=torch.zeros_like(expected["layers.0.q_proj.bias"]))
-    opened.restore({"net": state}, map=rules, atomic=True)
+    opened.restore({"net": state}, options=RestoreOptions(map=rules, atomic=True))
     expect_equal(state["weight"], weight)
 
 

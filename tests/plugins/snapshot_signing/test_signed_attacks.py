@@ -85,7 +85,9 @@ def test_key_prevents_parsing_of_other_formats(tmp_path, public, monkeypatch):
 def test_signed_snapshot_in_the_folder_of_another_step_is_skipped(tmp_path, secret, public, caplog):
     take_steps(tmp_path, 1, 2, sign=secret)
     shutil.copytree(tmp_path / "step-1", tmp_path / "step-9")
-    Snapshot.take(tmp_path / "step-8", state(8), sign=secret)  # by no manager, so its step is not signed
+    Snapshot.take(
+        tmp_path / "step-8", state(8), options=TakeOptions(sign=secret)
+    )  # by no manager, so its step is not signed
     assert latest(tmp_path, public) == (2, 2)
     assert "its signed step number must be 9, got 1" in caplog.text
     assert "its signed step number must be 8, but no manager took it" in caplog.text
@@ -150,7 +152,7 @@ def test_signed_hashes_that_cannot_be_read_are_faults_before_data_is_read(tmp_pa
 
 
 def test_signed_hashes_that_are_damaged_are_found_before_tensors_are_changed(tmp_path, secret, public):
-    Snapshot.take(tmp_path / "s", state(2, 300_000), sign=secret)
+    Snapshot.take(tmp_path / "s", state(2, 300_000), options=TakeOptions(sign=secret))
     (leaves,) = (tmp_path / "s" / "data").glob("*.sha256")
     leaves.write_bytes(bytes(leaves.stat().st_size))
     live = state(0, 300_000)
@@ -204,7 +206,7 @@ class Service(Ed25519PrivateKey):
 
 
 def test_sign_with_a_key_service(tmp_path, secret, public):
-    Snapshot.take(tmp_path / "s", state(), sign=Service(secret, bytes))
+    Snapshot.take(tmp_path / "s", state(), options=TakeOptions(sign=Service(secret, bytes)))
     assert Snapshot(tmp_path / "s", key=public).verify()
 
 
@@ -214,7 +216,7 @@ def test_sign_with_a_key_service(tmp_path, secret, public):
 )
 def test_sign_with_a_wrong_signature_of_a_key_service_does_not_commit(tmp_path, secret, change):
     with pytest.raises(SignatureError, match="does not match its public key"):
-        Snapshot.take(tmp_path / "s", state(), sign=Service(secret, change))
+        Snapshot.take(tmp_path / "s", state(), options=TakeOptions(sign=Service(secret, change)))
     assert not any(path for path in tmp_path.rglob("*") if path.is_file())
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from snapshot import CorruptSnapshotError, Snapshot, SnapshotManager, StateDict, TakeOptions
+from snapshot import CorruptSnapshotError, RestoreOptions, Snapshot, SnapshotManager, StateDict, TakeOptions
 from snapshot.errors import SignatureError
 from snapshot.save.base_files import Comparer
 from snapshot.testing import Log, tapped
@@ -36,8 +36,8 @@ def shared(path):
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_signature_covers_files_shared_with_a_base(tmp_path, secret, public, compression):
     one, two = tmp_path / "one", tmp_path / "two"
-    Snapshot.take(one, state(1), sign=secret, base=[], compression=compression)
-    taken = Snapshot.take(two, state(2), base=one, sign=secret, compression=compression)
+    Snapshot.take(one, state(1), base=[], options=TakeOptions(sign=secret, compression=compression))
+    taken = Snapshot.take(two, state(2), base=one, options=TakeOptions(sign=secret, compression=compression))
     assert taken.report.shared_files
     assert Snapshot(two, key=public).verify()
     Snapshot(one).delete()
@@ -52,10 +52,12 @@ def test_signed_base_hashes_are_used_without_reading_the_file(tmp_path, secret, 
     one = f"watched+file://{tmp_path}/one"
     log = Log()
     with tapped("watched", log):
-        Snapshot.take(one, state(1), sign=secret, base=[])
+        Snapshot.take(one, state(1), base=[], options=TakeOptions(sign=secret))
         for number, base in enumerate((one, one), 2):
             log.operations.clear()
-            Snapshot.take(f"watched+file://{tmp_path}/{number}", state(number), base=base, sign=secret)
+            Snapshot.take(
+                f"watched+file://{tmp_path}/{number}", state(number), base=base, options=TakeOptions(sign=secret)
+            )
             assert sum(each.nbytes for each in log.of("read_into", "*.safetensors")) == 0
             assert Snapshot(tmp_path / f"{number}", key=public).verify()
 
@@ -73,17 +75,17 @@ def test_signed_base_bytes_changed_since_are_not_signed_again(tmp_path, secret, 
     """The signed hashes of the base are used, so a change is found even if the take's sample of the file misses it."""
     monkeypatch.setattr(Comparer, "is_sound", lambda self, match: True)
     one, two = tmp_path / "one", tmp_path / "two"
-    Snapshot.take(one, state(1), sign=secret, base=[])
+    Snapshot.take(one, state(1), base=[], options=TakeOptions(sign=secret))
     flip(frozen_file(one), -9)
-    assert Snapshot.take(two, state(2), base=base(one, public), sign=secret).report.shared_files
+    assert Snapshot.take(two, state(2), base=base(one, public), options=TakeOptions(sign=secret)).report.shared_files
     assert any("not the signed ones" in fault for fault in Snapshot(two, key=public).verify().faults)
 
 
 def test_signed_base_with_a_damaged_sample_is_written_again(tmp_path, secret, public):
     one, two = tmp_path / "one", tmp_path / "two"
-    Snapshot.take(one, state(1), sign=secret, base=[])
+    Snapshot.take(one, state(1), base=[], options=TakeOptions(sign=secret))
     flip(frozen_file(one), -9)
-    report = Snapshot.take(two, state(2), base=one, sign=secret, read_back=True).report
+    report = Snapshot.take(two, state(2), base=one, options=TakeOptions(sign=secret, read_back=True)).report
     assert any("not the signed ones" in note for note in report.notes)
     assert Snapshot(two, key=public).verify()
 
@@ -95,57 +97,63 @@ def test_base_files_not_covered_by_a_signature_of_the_key_are_written_again(
 ):
     one, two, three = tmp_path / "one", tmp_path / "two", tmp_path / "three"
     key = {"never signed": None, "by another key": stranger}.get(how, secret)
-    Snapshot.take(one, state(1), sign=key, base=[], compression=compression)
+    Snapshot.take(one, state(1), base=[], options=TakeOptions(sign=key, compression=compression))
     if how == "removed":
         next((one / "data").glob("*.signature")).unlink()
     if how == "damaged":
         flip(next((one / "data").glob("*.signature")), -9)
     flip(frozen_file(one), -9)
-    taken = Snapshot.take(two, state(2), base=one, sign=secret, compression=compression)
+    taken = Snapshot.take(two, state(2), base=one, options=TakeOptions(sign=secret, compression=compression))
     assert not taken.report.shared_files
     assert not shared(two)
     assert "no file is shared with the base, since this take's key does not sign it" in taken.report.notes[0]
     assert Snapshot(two, key=public).verify()
-    assert Snapshot.take(three, state(3), base=two, sign=secret, compression=compression).report.shared_files
+    assert Snapshot.take(
+        three, state(3), base=two, options=TakeOptions(sign=secret, compression=compression)
+    ).report.shared_files
     assert Snapshot(three, key=public).verify()
 
 
 def test_base_signed_by_another_key_is_shared_if_that_key_is_given(tmp_path, secret, public, stranger):
     one, two = tmp_path / "one", tmp_path / "two"
-    Snapshot.take(one, state(1), sign=stranger, base=[])
+    Snapshot.take(one, state(1), base=[], options=TakeOptions(sign=stranger))
     theirs = Snapshot(one, key=stranger.public_key())
-    assert Snapshot.take(two, state(2), base=theirs, sign=secret).report.shared_files
+    assert Snapshot.take(two, state(2), base=theirs, options=TakeOptions(sign=secret)).report.shared_files
     assert Snapshot(two, key=public).verify()
 
 
 def test_base_with_a_key_must_be_signed(tmp_path, secret, public):
     one = tmp_path / "one"
     Snapshot.take(one, state(1), base=[])
-    report = Snapshot.take(tmp_path / "two", state(2), base=Snapshot(one, key=public), sign=secret).report
+    report = Snapshot.take(
+        tmp_path / "two", state(2), base=Snapshot(one, key=public), options=TakeOptions(sign=secret)
+    ).report
     assert not report.shared_files
     assert "is not signed" in report.notes[0]
     Snapshot(one).sign(secret)
-    assert Snapshot.take(tmp_path / "three", state(2), base=Snapshot(one, key=public), sign=secret).report.shared_files
+    assert Snapshot.take(
+        tmp_path / "three", state(2), base=Snapshot(one, key=public), options=TakeOptions(sign=secret)
+    ).report.shared_files
     assert Snapshot(tmp_path / "three", key=public).verify()
 
 
 def test_only_trainable_base_must_be_signed_if_a_key_is_given(tmp_path, secret, public):
     one, two = tmp_path / "one", tmp_path / "two"
     Snapshot.take(one, state(1))
-    Snapshot.take(two, state(2), base=one, only="trainable", sign=secret)
+    Snapshot.take(two, state(2), base=one, options=TakeOptions(only="trainable", sign=secret))
     assert Snapshot(two, key=public).verify().in_base
     live = state(0)
     live["frozen"].weight.data.zero_()
     with pytest.raises(SignatureError, match="is not signed"):
-        Snapshot(two, key=public).restore(live, base=one)
+        Snapshot(two, key=public).restore(live, options=RestoreOptions(base=one))
     assert not live["frozen"].weight.any()
     Snapshot(one).sign(secret)
-    Snapshot(two, key=public).restore(live, base=one)
+    Snapshot(two, key=public).restore(live, options=RestoreOptions(base=one))
     assert live["frozen"].weight.eq(3).all()
     assert live["s"]["n"] == 2
     flip(frozen_file(one), -9)
     with pytest.raises(CorruptSnapshotError, match="not the signed ones"):
-        Snapshot(two, key=public).restore(live, base=one, verify=False)
+        Snapshot(two, key=public).restore(live, options=RestoreOptions(base=one, verify=False))
 
 
 def test_manager_signs_each_step_and_restores_signed_steps(tmp_path, secret, public):

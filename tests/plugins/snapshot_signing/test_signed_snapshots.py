@@ -11,6 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from snapshot import (
     CorruptSnapshotError,
+    RestoreOptions,
     Snapshot,
     SnapshotManager,
     SnapshotNotFoundError,
@@ -27,6 +28,7 @@ from snapshot.testing import Log, faulty, tapped
 from snapshot.transform.verify import Verification
 from snapshot_merge import merge
 from snapshot_signing.keys import Signer, Statement
+from tests.helpers.arguments import for_restore
 from tests.helpers.states import flip
 
 BIG = 600_000
@@ -51,7 +53,7 @@ def fresh(elements=BIG):
 
 def loaded(path, key, elements=BIG, **options):
     live = fresh(elements)
-    Snapshot(path, key=key).restore(live, **options)
+    Snapshot(path, key=key).restore(live, **for_restore(**options))
     return live["s"]
 
 
@@ -71,16 +73,22 @@ def faults(path, key):
 
 
 WAYS = {
-    "take": lambda path, app, key: Snapshot.take(path, app, sign=key),
-    "compressed": lambda path, app, key: Snapshot.take(path, app, sign=key, compression="zstd"),
-    "async": lambda path, app, key: Snapshot.async_take(path, app, sign=key).wait(),
-    "async compressed": lambda path, app, key: Snapshot.async_take(path, app, sign=key, compression="zstd").wait(),
-    "process": lambda path, app, key: Snapshot.async_take(path, app, sign=key, worker="process").wait(),
+    "take": lambda path, app, key: Snapshot.take(path, app, options=TakeOptions(sign=key)),
+    "compressed": lambda path, app, key: Snapshot.take(path, app, options=TakeOptions(sign=key, compression="zstd")),
+    "async": lambda path, app, key: Snapshot.async_take(path, app, options=TakeOptions(sign=key)).wait(),
+    "async compressed": lambda path, app, key: Snapshot.async_take(
+        path, app, options=TakeOptions(sign=key, compression="zstd")
+    ).wait(),
+    "process": lambda path, app, key: Snapshot.async_take(
+        path, app, options=TakeOptions(sign=key, worker="process")
+    ).wait(),
     "process compressed": lambda path, app, key: Snapshot.async_take(
-        path, app, sign=key, worker="process", compression="zstd"
+        path, app, options=TakeOptions(sign=key, worker="process", compression="zstd")
     ).wait(),
     "later": lambda path, app, key: Snapshot.take(path, app).sign(key),
-    "later compressed": lambda path, app, key: Snapshot.take(path, app, compression="zstd").sign(key),
+    "later compressed": lambda path, app, key: Snapshot.take(path, app, options=TakeOptions(compression="zstd")).sign(
+        key
+    ),
 }
 
 
@@ -101,7 +109,7 @@ def test_key_reads_a_signed_snapshot(tmp_path, secret, public, way):
 
 def test_sign_during_the_take_and_later_make_the_same_files(tmp_path, secret):
     path = tmp_path / "s"
-    Snapshot.take(path, state(), sign=secret)
+    Snapshot.take(path, state(), options=TakeOptions(sign=secret))
     before = {each.name: each.read_bytes() for each in files_of(path)}
     assert Snapshot(path).sign(secret).ok
     assert {each.name: each.read_bytes() for each in files_of(path)} == before
@@ -109,7 +117,7 @@ def test_sign_during_the_take_and_later_make_the_same_files(tmp_path, secret):
 
 def test_sign_replaces_the_signature_of_another_key(tmp_path, secret, public, stranger):
     path = tmp_path / "s"
-    Snapshot.take(path, small(), sign=stranger)
+    Snapshot.take(path, small(), options=TakeOptions(sign=stranger))
     Snapshot(path).sign(secret)
     assert not faults(path, public)
     assert "another key" in faults(path, stranger.public_key())[0]
@@ -120,7 +128,7 @@ def test_sign_and_key_accept_pem_files(tmp_path, capsys):
 
     assert main(["sign", "--new-key", str(tmp_path / "k")]) == 0
     assert os.stat(tmp_path / "k").st_mode & 0o777 == 0o600
-    Snapshot.take(tmp_path / "s", small(), sign=tmp_path / "k")
+    Snapshot.take(tmp_path / "s", small(), options=TakeOptions(sign=tmp_path / "k"))
     assert Snapshot(tmp_path / "s", key=str(tmp_path / "k.pub")).verify()
     assert Snapshot(tmp_path / "s", key=tmp_path / "k").verify()  # its public half
 
@@ -139,15 +147,15 @@ def test_sign_refuses_wrong_keys_before_writing(tmp_path, secret, public, caplog
     (tmp_path / "open").chmod(0o644)
     for name, text in [("other", "must be an Ed25519 key"), ("encrypted", "is encrypted"), ("text", "must be an Ed")]:
         with pytest.raises(ValueError, match=text):
-            Snapshot.take(tmp_path / "s", small(), sign=tmp_path / name)
+            Snapshot.take(tmp_path / "s", small(), options=TakeOptions(sign=tmp_path / name))
     with pytest.raises(FileNotFoundError):
-        Snapshot.take(tmp_path / "s", small(), sign=tmp_path / "missing")
+        Snapshot.take(tmp_path / "s", small(), options=TakeOptions(sign=tmp_path / "missing"))
     with pytest.raises(TypeError, match="must be an Ed25519 key"):
-        Snapshot.take(tmp_path / "s", small(), sign=b"key")
+        Snapshot.take(tmp_path / "s", small(), options=TakeOptions(sign=b"key"))
     with pytest.raises(ValueError, match="must be a private key"):
-        Snapshot.take(tmp_path / "s", small(), sign=public)
+        Snapshot.take(tmp_path / "s", small(), options=TakeOptions(sign=public))
     assert not (tmp_path / "s").exists()
-    Snapshot.take(tmp_path / "s", small(), sign=tmp_path / "open")
+    Snapshot.take(tmp_path / "s", small(), options=TakeOptions(sign=tmp_path / "open"))
     assert "other users may read this private key" in caplog.text
     with pytest.raises(ValueError, match="must be a private key"):
         Snapshot(tmp_path / "s").sign(public)
@@ -160,7 +168,7 @@ def test_sign_without_cryptography_raises_missing_extra_error(tmp_path, monkeypa
     from snapshot.errors import MissingExtraError
 
     with pytest.raises(MissingExtraError, match="install the extra 'sign'"):
-        Snapshot.take(tmp_path / "s", small(), sign=secret)
+        Snapshot.take(tmp_path / "s", small(), options=TakeOptions(sign=secret))
     assert not (tmp_path / "s").exists()
 
 
@@ -195,7 +203,7 @@ def test_key_finds_every_changed_byte(tmp_path, secret, public, way):
 
 def test_key_finds_and_names_changed_blocks_and_hashes_of_long_files(tmp_path, secret, public):
     path = tmp_path / "s"
-    Snapshot.take(path, state(), sign=secret)
+    Snapshot.take(path, state(), options=TakeOptions(sign=secret))
     (data,) = files_of(path, ".safetensors")
     (leaves,) = files_of(path, ".sha256")
     for at in (0, 262_143, 262_144, 1_000_000, data.stat().st_size - 1):
@@ -234,7 +242,7 @@ def forge(path, value):
 
 def test_key_refuses_forged_values_before_tensors_are_changed(tmp_path, secret, public):
     path = tmp_path / "s"
-    Snapshot.take(path, state(), sign=secret)
+    Snapshot.take(path, state(), options=TakeOptions(sign=secret))
     honest = (path / ".snapshot_metadata").read_bytes()
     forge(path, 9.0)
     assert Snapshot(path).verify()  # its digests are right
@@ -245,13 +253,13 @@ def test_key_refuses_forged_values_before_tensors_are_changed(tmp_path, secret, 
     (path / ".snapshot_metadata").write_bytes(honest)  # forged data under the honest manifest
     live = fresh()
     with pytest.raises(CorruptSnapshotError, match="not the signed ones"):
-        Snapshot(path, key=public).restore(live, atomic=True, verify=False)
+        Snapshot(path, key=public).restore(live, options=RestoreOptions(atomic=True, verify=False))
     assert not live["s"]["big"].any()
 
 
 def test_key_verifies_the_signature_with_verify_false(tmp_path, secret, public):
     path = tmp_path / "s"
-    Snapshot.take(path, state(), sign=secret)
+    Snapshot.take(path, state(), options=TakeOptions(sign=secret))
     (data,) = files_of(path, ".safetensors")
     flip(data, data.stat().st_size - 5_000)
     Snapshot(path).read_object("s/big", verify=False)
@@ -286,7 +294,7 @@ def test_key_reports_a_missing_signature(tmp_path, public, secret):
 
 
 def test_key_reports_a_signature_of_another_key_before_tensors_are_changed(tmp_path, public, stranger):
-    Snapshot.take(tmp_path / "s", small(), sign=stranger)
+    Snapshot.take(tmp_path / "s", small(), options=TakeOptions(sign=stranger))
     live = fresh(20)
     with pytest.raises(SignatureError, match="is by another key"):
         Snapshot(tmp_path / "s", key=public).restore(live)
@@ -302,7 +310,7 @@ def test_key_finds_swapped_files(tmp_path, secret, public):
     path = tmp_path / "s"
     noise = torch.randint(256, (2, 4 << 20), dtype=torch.uint8)  # stored as it is, in files as short as the budget's
     app = {"s": StateDict(a=noise[0], b=noise[1])}
-    Snapshot.take(path, app, sign=secret, compression="zstd", memory_budget_bytes=8 << 20)
+    Snapshot.take(path, app, options=TakeOptions(sign=secret, compression="zstd", memory_budget_bytes=8 << 20))
     by_size = {}
     for each in files_of(path, ".safetensors"):
         by_size.setdefault(each.stat().st_size, []).append(each)
@@ -312,13 +320,13 @@ def test_key_finds_swapped_files(tmp_path, secret, public):
     two.write_bytes(first)
     assert len(faults(path, public)) >= 2
     with pytest.raises(CorruptSnapshotError, match="not the signed ones"):
-        Snapshot(path, key=public).restore(app, verify=False)
+        Snapshot(path, key=public).restore(app, options=RestoreOptions(verify=False))
 
 
 def test_key_finds_mixed_parts_of_two_signed_snapshots_but_not_an_old_one(tmp_path, secret, public):
     old, new = tmp_path / "step-1", tmp_path / "step-2"
-    Snapshot.take(old, small(1.0), sign=secret, metadata={"step": 1})
-    Snapshot.take(new, small(2.0), sign=secret, metadata={"step": 2})
+    Snapshot.take(old, small(1.0), metadata={"step": 1}, options=TakeOptions(sign=secret))
+    Snapshot.take(new, small(2.0), metadata={"step": 2}, options=TakeOptions(sign=secret))
     held = (new / ".snapshot_metadata").read_bytes()
     (theirs,), (mine,) = files_of(old, ".signature"), files_of(new, ".signature")
     kept = mine.read_bytes()
@@ -342,7 +350,7 @@ def test_key_finds_mixed_parts_of_two_signed_snapshots_but_not_an_old_one(tmp_pa
 
 def test_key_small_read_hashes_only_its_blocks(tmp_path, secret, public):
     app = {"s": StateDict(w=torch.arange(4_000_000, dtype=torch.float32).view(4000, 1000))}
-    Snapshot.take(tmp_path / "s", app, sign=secret)
+    Snapshot.take(tmp_path / "s", app, options=TakeOptions(sign=secret))
     log = Log()
     with tapped("watched", log):
         row = Snapshot(f"watched+file://{tmp_path}/s", key=public).read_object("s/w", box=[slice(2000, 2001)])
@@ -353,7 +361,7 @@ def test_key_small_read_hashes_only_its_blocks(tmp_path, secret, public):
 
 
 def test_copy_of_a_signed_snapshot_is_not_signed(tmp_path, secret, public):
-    signed = Snapshot.take(tmp_path / "s", small(), sign=secret)
+    signed = Snapshot.take(tmp_path / "s", small(), options=TakeOptions(sign=secret))
     report = Snapshot(tmp_path / "s", key=public).copy(tmp_path / "c")
     assert report.was_signed
     assert "the source is signed, the copy is not" in str(report)
@@ -367,7 +375,7 @@ def test_copy_of_a_signed_snapshot_is_not_signed(tmp_path, secret, public):
 
 def test_copy_select_and_convert_with_a_key_read_only_signed_bytes(tmp_path, secret, public):
     path = tmp_path / "s"
-    Snapshot.take(path, state(), sign=secret)
+    Snapshot.take(path, state(), options=TakeOptions(sign=secret))
     snapshot = Snapshot(path, key=public)
     assert snapshot.copy(tmp_path / "c", select=["s/big"]).was_signed
     assert snapshot.convert(Target(tmp_path / "c.safetensors", "safetensors")).tensors == 2
@@ -396,7 +404,7 @@ def test_restore_options_key_file_is_read_once(tmp_path):
 
 def test_load_and_merge_with_a_key_require_signatures(tmp_path, secret, public):
     one, two = tmp_path / "one", tmp_path / "two"
-    Snapshot.take(one, state(1.0), sign=secret)
+    Snapshot.take(one, state(1.0), options=TakeOptions(sign=secret))
     Snapshot.take(two, state(3.0))
     assert load(Snapshot(one, key=public))["other"].tolist() == [1.0] * 7
     with pytest.raises(SignatureError, match="is not signed"):
@@ -427,7 +435,7 @@ def test_sign_refuses_a_damaged_snapshot(tmp_path, secret):
 
 def test_verify_resume_with_a_key_does_not_continue_one_without(tmp_path, secret, public):
     path, journal = tmp_path / "s", tmp_path / "journal"
-    Snapshot.take(path, state(), sign=secret)
+    Snapshot.take(path, state(), options=TakeOptions(sign=secret))
     (data,) = files_of(path, ".safetensors")
     flip(data, 500_000)
     assert not Snapshot(path).verify(resume=journal)  # it stays, with its fault
@@ -457,8 +465,8 @@ def test_sign_of_a_snapshot_replaced_meanwhile_signs_the_new_one(tmp_path, secre
 
 def test_signature_is_removed_when_a_snapshot_is_overwritten_or_deleted(tmp_path, secret, public):
     path = tmp_path / "s"
-    Snapshot.take(path, state(), sign=secret)
-    Snapshot.take(path, state(2.0), sign=secret, overwrite=True)
+    Snapshot.take(path, state(), options=TakeOptions(sign=secret))
+    Snapshot.take(path, state(2.0), overwrite=True, options=TakeOptions(sign=secret))
     assert len(files_of(path)) == 4
     assert not faults(path, public)
     Snapshot.take(path, state(3.0), overwrite=True)
@@ -495,7 +503,7 @@ class Unsignable(Ed25519PrivateKey):
 
 def test_take_that_cannot_be_signed_is_not_committed(tmp_path, secret):
     with pytest.raises(RuntimeError, match="does not answer"):
-        Snapshot.take(tmp_path / "s", state(), sign=Unsignable(secret))
+        Snapshot.take(tmp_path / "s", state(), options=TakeOptions(sign=Unsignable(secret)))
     assert not any(path for path in (tmp_path / "s").rglob("*") if path.is_file())
 
 
@@ -503,12 +511,12 @@ def test_take_stores_the_signature_before_the_manifest(tmp_path, secret):
     """The signature is stored before the manifest; if it cannot be stored, nothing remains."""
     log = Log()
     with tapped("watched", log):
-        Snapshot.take(f"watched+file://{tmp_path}/s", state(), sign=secret)
+        Snapshot.take(f"watched+file://{tmp_path}/s", state(), options=TakeOptions(sign=secret))
     order = [each.path for each in log.operations if each.name in ("put", "commit")]
     where = [number for number, path in enumerate(order) if path.endswith(".signature")]
     assert where == [len(order) - 2]
     with faulty("failing", on="put", path="*.signature", error=StorageError("full")), pytest.raises(StorageError):
-        Snapshot.take(f"failing+file://{tmp_path}/t", state(), sign=secret)
+        Snapshot.take(f"failing+file://{tmp_path}/t", state(), options=TakeOptions(sign=secret))
     assert not any(path for path in (tmp_path / "t").rglob("*") if path.is_file())
 
 
@@ -539,7 +547,7 @@ def signed_by(secret, statement):
 )
 def test_signature_with_hostile_statements_raises(tmp_path, secret, public, statement):
     path = tmp_path / "s"
-    Snapshot.take(path, small(), sign=secret)
+    Snapshot.take(path, small(), options=TakeOptions(sign=secret))
     (signature,) = files_of(path, ".signature")
     line = signature.read_bytes().partition(b"\n")[0]
     for data in (line + b"\n" + statement, statement, signed_by(secret, statement)):
@@ -551,7 +559,7 @@ def test_signature_with_hostile_statements_raises(tmp_path, secret, public, stat
 
 def test_signature_of_another_snapshot_or_without_its_files_is_refused(tmp_path, secret, public):
     path = tmp_path / "s"
-    Snapshot.take(path, state(), sign=secret)
+    Snapshot.take(path, state(), options=TakeOptions(sign=secret))
     (signature,) = files_of(path, ".signature")
     held = msgspec.json.decode(signature.read_bytes().partition(b"\n")[2], type=Statement)
     name, (size, root) = next(iter(held.files.items()))
@@ -573,7 +581,7 @@ def test_signature_of_another_snapshot_or_without_its_files_is_refused(tmp_path,
 
 def test_signature_that_is_huge_is_not_read(tmp_path, secret, public, monkeypatch):
     path = tmp_path / "s"
-    Snapshot.take(path, small(), sign=secret)
+    Snapshot.take(path, small(), options=TakeOptions(sign=secret))
     (signature,) = files_of(path, ".signature")
     os.truncate(signature, 1 << 40)
     monkeypatch.setenv("SNAPSHOT_MANIFEST_BYTES", "1000000")
@@ -583,7 +591,7 @@ def test_signature_that_is_huge_is_not_read(tmp_path, secret, public, monkeypatc
 
 def test_signature_of_a_newer_format_says_what_to_do(tmp_path, secret, public):
     path = tmp_path / "s"
-    Snapshot.take(path, small(), sign=secret)
+    Snapshot.take(path, small(), options=TakeOptions(sign=secret))
     (signature,) = files_of(path, ".signature")
     signature.write_bytes(signature.read_bytes().replace(b"signature/1", b"signature/2", 1))
     with pytest.raises(SignatureError, match="install a newer version"):
@@ -592,7 +600,7 @@ def test_signature_of_a_newer_format_says_what_to_do(tmp_path, secret, public):
 
 def test_manifest_is_not_decoded_before_its_signature_is_verified(tmp_path, secret, public):
     path = tmp_path / "s"
-    Snapshot.take(path, small(), sign=secret)
+    Snapshot.take(path, small(), options=TakeOptions(sign=secret))
     manifest = path / ".snapshot_metadata"
     document = decode_document(manifest.read_bytes(), path)
     document.manifest.clear()

@@ -4,6 +4,7 @@ import torch
 
 from snapshot import Snapshot, StateDict
 from snapshot.runs.timeline import Attempt, note_of
+from tests.helpers.arguments import for_take
 
 RUN = "c" * 12
 A = Attempt("a" * 12, RUN, 1)
@@ -15,4 +16,4 @@ def take(folder, *steps, of=A, order=1, value=0, **options):
     for at, step in enumerate(steps):
         note = note_of(of, order + at, replaces=False)
         app = {"s": StateDict(x=torch.full((50,), float(step + value)))}
-        Snapshot.take(folder / f"step-{step}", app, metadata=note, **options)
+        Snapshot.take(folder / f"step-{step}", app, **for_take(metadata=note, **options))

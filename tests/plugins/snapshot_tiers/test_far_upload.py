@@ -45,6 +45,7 @@ from snapshot_tiers.far_upload import (
 )
 from snapshot_tiers.near_steps import NearFolder, copy_verified
 from snapshot_tiers.tiered_steps import TieredRoot, TieredSteps
+from tests.helpers.arguments import for_take
 
 RUN = "c" * 12
 A = Attempt("a" * 12, RUN, 1)
@@ -58,7 +59,7 @@ def take(folder, step=10, of=A, *, order=1, replaces=False, value=0, **options):
     """Take a step with two files on this host."""
     app = {"s": StateDict(x=VALUES + value)}
     given = {"compression": "zstd", "overwrite": True, **options}
-    Snapshot.take(folder / f"step-{step}", app, metadata=metadata_of(of, order, replaces=replaces), **given)
+    Snapshot.take(folder / f"step-{step}", app, **for_take(metadata=metadata_of(of, order, replaces=replaces), **given))
 
 
 class House:

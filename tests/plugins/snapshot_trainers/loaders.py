@@ -10,6 +10,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from snapshot import RestoreError, Snapshot, StateDict
 from snapshot_trainers.torchdata import LoaderState
+from tests.helpers.arguments import for_restore
 
 
 class Numbers(Dataset):
@@ -210,7 +211,7 @@ def restore_own(path, options):
     own, state = Own(), StateDict(x=0)
     key = options.pop("key", "own")
     try:
-        Snapshot(path).restore({key: own, "s": state}, **options)
+        Snapshot(path).restore({key: own, "s": state}, **for_restore(**options))
     except (ValueError, RestoreError) as error:
         return str(error), state["x"], own.mine, own.calls
     return own.mine, own.calls, state["x"]

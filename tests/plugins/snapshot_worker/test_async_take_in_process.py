@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from snapshot import Snapshot, SnapshotError, SnapshotExistsError, StateDict, StorageError
+from snapshot import Snapshot, SnapshotError, SnapshotExistsError, StateDict, StorageError, TakeOptions
 from snapshot.errors import CancelledError
 from snapshot.events import add_handler, remove_handler
 from snapshot.io.arena import arena
 from snapshot.testing import stalling
 from snapshot_worker.client import writer_process
+from tests.helpers.arguments import for_take
 from tests.helpers.held_storage import held, is_running, until
 
 ROOT = Path(__file__).parents[3]
@@ -33,7 +34,7 @@ def state(value=0.0):
 
 
 def take(path, live, **options):
-    return Snapshot.async_take(path, live, worker="process", **options)
+    return Snapshot.async_take(path, live, **for_take(worker="process", **options))
 
 
 def data(path):
@@ -64,7 +65,7 @@ def test_worker_process_writes_the_same_files_as_a_thread(tmp_path, durable):
     for tensor in (live["s"]["big"], live["s"]["strided"], live["s"]["one"]):
         tensor.fill_(7)  # what comes after the call does not reach the snapshot
     snapshot = pending.wait(PATIENCE)
-    Snapshot.async_take(tmp_path / "thread", state(3), durable=durable).wait(PATIENCE)
+    Snapshot.async_take(tmp_path / "thread", state(3), options=TakeOptions(durable=durable)).wait(PATIENCE)
     assert data(tmp_path / "process") == data(tmp_path / "thread")
     assert snapshot.verify().ok
     assert snapshot.get_state_dict_for_key("s")["one"] == 3
@@ -162,7 +163,7 @@ def test_worker_process_raises_the_storage_errors_of_a_thread(tmp_path):
         (tmp_path / worker).mkdir()
         (tmp_path / worker / "data").write_text("in the way")
         with pytest.raises(StorageError) as raised:
-            Snapshot.async_take(tmp_path / worker, state(), worker=worker).wait(PATIENCE)
+            Snapshot.async_take(tmp_path / worker, state(), options=TakeOptions(worker=worker)).wait(PATIENCE)
         errors.append(raised.value)
         assert left(tmp_path / worker) == [str(tmp_path / worker / "data")]
     assert type(errors[0]) is type(errors[1])
@@ -191,7 +192,7 @@ def test_worker_process_refuses_storages_it_cannot_open(tmp_path):
     with stalling(), pytest.raises(ValueError, match="cannot import"):
         take(f"stalling+file://{tmp_path}/x", state())
     with pytest.raises(ValueError, match="worker must be 'thread', 'process' or a plugin's name, got 'fork'"):
-        Snapshot.async_take(tmp_path / "x", state(), worker="fork")
+        Snapshot.async_take(tmp_path / "x", state(), options=TakeOptions(worker="fork"))
     assert left(tmp_path) == []
 
 
@@ -205,6 +206,7 @@ from snapshot_worker.client import writer_process
 print("main", flush=True)
 from tests.helpers.held_storage import HeldStorage
 from snapshot.io.registry import register
+from tests.helpers.arguments import for_take
 
 register("held", HeldStorage)
 Snapshot.async_take(sys.argv[2], {"s": StateDict(t=torch.ones(5_000_000))}, worker="process")

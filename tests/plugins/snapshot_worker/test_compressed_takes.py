@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from snapshot import Snapshot, StateDict, StorageError
+from snapshot import Snapshot, StateDict, StorageError, TakeOptions
 
 MiB = 1 << 20
 
@@ -20,7 +20,9 @@ def state():
 def test_worker_process_compression(tmp_path, budget):
     app = state()
     pending = Snapshot.async_take(
-        tmp_path / "s", app, worker="process", compression="zstd", memory_budget_bytes=budget, read_back=True
+        tmp_path / "s",
+        app,
+        options=TakeOptions(worker="process", compression="zstd", memory_budget_bytes=budget, read_back=True),
     )
     snapshot = pending.wait()
     assert snapshot.metadata.format == "snapshot/2"
@@ -32,7 +34,7 @@ def test_worker_process_compression(tmp_path, budget):
     assert torch.equal(live["s"]["weight"], app["s"]["weight"])
     assert torch.equal(live["s"]["moment"], app["s"]["moment"])
     assert snapshot.verify()
-    Snapshot.take(tmp_path / "here", app, compression="zstd")
+    Snapshot.take(tmp_path / "here", app, options=TakeOptions(compression="zstd"))
     assert not Snapshot.diff(tmp_path / "s", tmp_path / "here")
 
 
@@ -40,5 +42,5 @@ def test_worker_process_compression_that_cannot_write_leaves_no_files(tmp_path):
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "data").write_bytes(b"in the way")
     with pytest.raises(StorageError):
-        Snapshot.async_take(tmp_path / "s", state(), worker="process", compression="zstd").wait()
+        Snapshot.async_take(tmp_path / "s", state(), options=TakeOptions(worker="process", compression="zstd")).wait()
     assert os.listdir(tmp_path / "s") == ["data"]
