@@ -33,7 +33,6 @@ from snapshot.save.observers import GROUP, HEALTH
 from snapshot.save.step_barrier import wait_for_copies
 from snapshot.save.take import AppState, StartedTake, plan_take, run_take, shown_once, start_take
 from snapshot.save.take_request import (
-    TAKE_OPTIONS,
     BaseArgument,
     TakeCall,
     TakeOptions,
@@ -164,7 +163,7 @@ class Snapshot:
         base: BaseArgument = None,
         progress: ProgressArgument = None,
         timeout: float | None = None,
-        options: TakeOptions = TAKE_OPTIONS,
+        options: TakeOptions | None = None,
     ) -> Snapshot:
         """Save the application's state and return when it is committed.
 
@@ -228,7 +227,7 @@ class Snapshot:
         base: BaseArgument = None,
         progress: ProgressArgument = None,
         timeout: float | None = None,
-        options: TakeOptions = TAKE_OPTIONS,
+        options: TakeOptions | None = None,
     ) -> PendingSnapshot:
         """Save the application's current state in the background. Arguments are those of `take`.
 
@@ -289,7 +288,7 @@ class Snapshot:
         storage_options: Mapping[str, Any] | None = None,
         _custom_tensor_prepare_func: Prepare | None = None,
         *,
-        options: TakeOptions = TAKE_OPTIONS,
+        options: TakeOptions | None = None,
     ) -> SavePlan:
         """Plan a take without writing anything. The plan can be passed to `take`, as `TakeOptions(plan=...)`.
 
@@ -318,7 +317,7 @@ class Snapshot:
         unused: Unused | None = None,
         progress: ProgressArgument = None,
         timeout: float | None = None,
-        options: RestoreOptions = RESTORE_OPTIONS,
+        options: RestoreOptions | None = None,
     ) -> RestoreReport:
         """Restore the application's state, in place into the tensors that `state_dict()` returns.
 
@@ -355,7 +354,7 @@ class Snapshot:
             "progress": progress,
             "timeout": timeout,
         }
-        return self.restore_with(app_state, with_given(options, given), set())
+        return self.restore_with(app_state, with_given(RESTORE_OPTIONS if options is None else options, given), set())
 
     def restore_with(
         self,
@@ -480,7 +479,8 @@ class Snapshot:
 
         >>> import snapshot, torch
         >>> state = {"s": snapshot.StateDict(w=torch.tensor([3.0, 0.0, -4.0]))}
-        >>> Snapshot.take("memory://docs/measured", state, statistics=True).get_statistics()["0/s/w"]
+        >>> options = snapshot.TakeOptions(statistics=True)
+        >>> snapshot.Snapshot.take("memory://docs/measured", state, options=options).get_statistics()["0/s/w"]
         TensorStatistics(count=3, nan=0, infinite=0, zero=1, norm=5.0, min=-4.0, max=3.0)
         """
         health = extensions.require(GROUP, HEALTH, "get_statistics")

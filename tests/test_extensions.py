@@ -65,7 +65,7 @@ def test_reserved_name_without_its_package_is_an_error_and_never_that_of_another
         extensions.require("snapshot.seals", "ed25519", "sign")
     for options in ({"sign": "key.pem"}, {"worker": "process"}):
         with pytest.raises(MissingExtraError, match="is not installed"):
-            TakeOptions(**options)
+            Snapshot.take("memory://anywhere", {}, options=TakeOptions(**options))
     with pytest.raises(MissingExtraError, match=r"^key: snapshot_signing"):
         Snapshot("memory://anywhere", key="key.pem")
 

@@ -8,11 +8,10 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from snapshot import RestoreOptions, TakeOptions
 from snapshot.errors import SnapshotError
 from snapshot.events import log
 from snapshot.interop.handover import is_snapshot
-from snapshot.loading.choose import RESTORE_OPTIONS
-from snapshot.save.take_request import TAKE_OPTIONS
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.state.model_state import ModelState
 from snapshot.state.rng import RNGState
@@ -77,7 +76,7 @@ def save_state(accelerator: Any, path: Any, *, background: bool = False, **optio
         SnapshotError: The accelerator uses FSDP1, DeepSpeed, Megatron-LM or XLA, which have their own formats.
     """
     state = app_state_of(accelerator)
-    if accelerator.num_processes > 1 and options.get("options", TAKE_OPTIONS).replicated is None:
+    if accelerator.num_processes > 1 and (options.get("options") or TakeOptions()).replicated is None:
         options.setdefault("replicated", [name for name, each in state.items() if _is_replicated(name, each)])
     take: Any = Snapshot.async_take if background else Snapshot.take
     saved: Snapshot | PendingSnapshot = take(path, state, **options)
@@ -99,7 +98,7 @@ def load_state(accelerator: Any, path: Any, **options: Any) -> None:
     saved = snapshot.metadata.world_size
     if saved != accelerator.num_processes:
         log.info("%s: random numbers and data of %d ranks do not fit %d", path, saved, accelerator.num_processes)
-        chosen = options.get("options", RESTORE_OPTIONS)
+        chosen = options.get("options") or RestoreOptions()
         options["options"] = replace(chosen, exclude=[*chosen.exclude, "rng/**", "loader*/**"])
     snapshot.restore(state, **options)
 

@@ -133,7 +133,7 @@ class TakeOptions:
     when the take begins, on all ranks.
 
     >>> from snapshot import Snapshot, StateDict, TakeOptions
-    >>> options = TakeOptions(replicated=["model/**"], read_back=True)
+    >>> options = TakeOptions(read_back=True)
     >>> snapshot = Snapshot.take("memory://docs/options", {"progress": StateDict(step=3)}, options=options)
     """
 
@@ -304,10 +304,10 @@ class TakeRequest(TakeOptions):
 class TakeCall:
     """The arguments of a call that takes a snapshot, as they were given: `options`, and those that go before them."""
 
-    def __init__(self, options: TakeOptions, **given: Any) -> None:
-        self._options = options
+    def __init__(self, options: TakeOptions | None, **given: Any) -> None:
+        self._options = TAKE_OPTIONS if options is None else options
         self._given = {name: value for name, value in given.items() if value is not None}
-        self.timeout: float | None = self._given.get("timeout", getattr(options, "timeout", None))
+        self.timeout: float | None = self._given.get("timeout", getattr(self._options, "timeout", None))
 
     def request(self) -> TakeRequest:
         """Return the options of the take. Raise for a wrong value."""

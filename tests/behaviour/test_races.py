@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from snapshot import RestoreOptions, Snapshot, SnapshotError, StateDict
+from snapshot import RestoreOptions, Snapshot, SnapshotError, StateDict, TakeOptions
 from snapshot.save import transaction
 from snapshot.testing import stalling
 
@@ -150,7 +150,12 @@ raise SystemExit(code)
 def test_memory_budget_bytes_of_any_size_works_with_any_element(budget, dtype):
     tensor = torch.arange(600_000).to(dtype).view(300_000, 2)[:, 0]
     for take in (Snapshot.take, lambda *a, **k: Snapshot.async_take(*a, **k).wait()):
-        take("memory://budget", {"s": StateDict(t=tensor)}, memory_budget_bytes=budget, overwrite=True)
+        take(
+            "memory://budget",
+            {"s": StateDict(t=tensor)},
+            overwrite=True,
+            options=TakeOptions(memory_budget_bytes=budget),
+        )
         live = StateDict(t=torch.zeros(300_000, 2, dtype=dtype)[:, 1])
         Snapshot("memory://budget").restore({"s": live}, options=RestoreOptions(memory_budget_bytes=budget))
         assert torch.equal(live["t"], tensor)

@@ -762,7 +762,7 @@ def mixed():
 def test_device_digests_are_computed_by_take(path, digesting, how, budget):
     tensors = mixed()
     fill(tensors["5"], 4.0)
-    done = getattr(Snapshot, how)(path, {"state": StateDict(tensors)}, memory_budget_bytes=budget)
+    done = getattr(Snapshot, how)(path, {"state": StateDict(tensors)}, options=TakeOptions(memory_budget_bytes=budget))
     for tensor in tensors.values():
         tensor.fill_(0)
     if how == "async_take":

@@ -228,7 +228,7 @@ def test_take_and_restore_on_a_full_gpu(path):
     held = torch.cuda.memory_allocated()
     for how in ("take", "async_take"):
         torch.cuda.reset_peak_memory_stats()
-        done = getattr(Snapshot, how)(f"{path}-{how}", {"state": StateDict(state)}, durable=False)
+        done = getattr(Snapshot, how)(f"{path}-{how}", {"state": StateDict(state)}, options=TakeOptions(durable=False))
         assert torch.cuda.max_memory_allocated() <= held + MiB  # with which digests by the device are tested first
         if how == "async_take":
             done.wait()

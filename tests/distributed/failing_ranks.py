@@ -16,7 +16,7 @@ import torch.distributed as dist
 from snapshot import RestoreOptions, Snapshot, StateDict, StorageError
 from snapshot.storages.file.files import Folders
 from snapshot.testing import Fault, Log, Stall, Tap, tapped
-from tests.helpers.arguments import for_restore
+from tests.helpers.arguments import for_restore, for_take
 
 SHARED = ["s/shared"]
 FULL = StorageError(28, "No space left on device")
@@ -29,7 +29,7 @@ def state(rank, value=1.0):
 
 def save(verb, path, app_state, *, durable=False, **options):
     options["durable"] = durable  # a sync of the disk would be most of what these tests take
-    made = getattr(Snapshot, verb)(path, app_state, replicated=SHARED, **options)
+    made = getattr(Snapshot, verb)(path, app_state, **for_take(replicated=SHARED, **options))
     return made.wait() if verb == "async_take" else made
 
 

@@ -5,7 +5,7 @@ import contextlib
 import numpy as np
 import torch
 
-from snapshot import Snapshot, SnapshotError, StateDict
+from snapshot import RestoreOptions, Snapshot, SnapshotError, StateDict
 from snapshot.manifest.document import METADATA
 from snapshot.storages import memory
 
@@ -114,7 +114,7 @@ def look(snapshot):
     met = False
     for atomic in (False, True):
         live = blank()
-        error = caught(snapshot.restore, live, atomic=atomic)
+        error = caught(snapshot.restore, live, options=RestoreOptions(atomic=atomic))
         if error is None:
             assert is_as_saved(live), "a wrong value came back"
             continue

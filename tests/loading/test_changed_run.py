@@ -288,7 +288,7 @@ def test_restore_into_a_read_only_memory_map_raises(tmp_path, warm, many, dtype)
     script = f"""
         import mmap, warnings
         import torch
-        from snapshot import RestoreError, Snapshot, StateDict
+        from snapshot import RestoreError, RestoreOptions, Snapshot, StateDict
 
         path = {str(tmp_path / "w")!r}
         with open(path, "wb") as file:
@@ -305,14 +305,14 @@ def test_restore_into_a_read_only_memory_map_raises(tmp_path, warm, many, dtype)
         for name, value in more.items():
             module.register_buffer(name, value * 0)
         try:
-            Snapshot("memory://mapped").restore({{"net": module}}, cast="same_kind")
+            Snapshot("memory://mapped").restore({{"net": module}}, options=RestoreOptions(cast="same_kind"))
         except RestoreError as error:
             assert error.mismatches[0].startswith("net/w: its memory is read-only"), error
             assert not module.t0.any()
         else:
             raise AssertionError("restored")
         module.w = torch.nn.Parameter(live.clone(), requires_grad=False)
-        Snapshot("memory://mapped").restore({{"net": module}}, cast="same_kind")
+        Snapshot("memory://mapped").restore({{"net": module}}, options=RestoreOptions(cast="same_kind"))
         assert module.w.eq(1).all()
     """
     warm.run(textwrap.dedent(script))

@@ -82,7 +82,7 @@ def nbytes(path):
 
 
 WAYS = {
-    "take": Snapshot.take,
+    "take": lambda path, app, **given: Snapshot.take(path, app, **for_take(**given)),
     "async": lambda path, app, **given: Snapshot.async_take(path, app, **for_take(**given)).wait(),
     "overlapped": lambda path, app, **given: Snapshot.async_take(
         path, app, **for_take(staging="overlapped", **given)

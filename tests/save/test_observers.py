@@ -280,7 +280,7 @@ def test_take_without_the_health_package_is_not_guarded_and_options_name_it(tmp_
         assert caplog.text.count("snapshot_health is not installed: takes are not guarded") == 1
         for wanted in ({"guards": "refuse"}, {"guards": "report"}, {"statistics": True}):
             with pytest.raises(MissingExtraError, match="snapshot_health of snapshot-torch is not installed"):
-                TakeOptions(**wanted)
+                Snapshot.take(tmp_path / "u", state(), options=TakeOptions(**wanted))
         with pytest.raises(MissingExtraError, match=r"^get_statistics: snapshot_health"):
             Snapshot(tmp_path / "s").get_statistics()
     finally:

@@ -26,10 +26,12 @@ def test_read_back_does_not_commit_a_flipped_bit(tmp_path, verb, on, place, path
         committed(getattr(Snapshot, verb)(f"faulty+{url}", state(), overwrite=True))
     assert not Snapshot(url).verify()  # this is what happens without
     with faulty(**fault), pytest.raises(CorruptSnapshotError, match="nothing was committed") as caught:
-        committed(getattr(Snapshot, verb)(f"faulty+{url}-2", state(), overwrite=True, read_back=True))
+        committed(
+            getattr(Snapshot, verb)(f"faulty+{url}-2", state(), overwrite=True, options=TakeOptions(read_back=True))
+        )
     assert caught.value.faults
     assert not Snapshot(f"{url}-2").exists()
-    committed(getattr(Snapshot, verb)(f"{url}-2", state(), overwrite=True, read_back=True))
+    committed(getattr(Snapshot, verb)(f"{url}-2", state(), overwrite=True, options=TakeOptions(read_back=True)))
     assert Snapshot(f"{url}-2").verify()
     Snapshot(f"{url}-2").delete()
 

@@ -281,23 +281,6 @@ def test_target_with_an_unknown_suffix_names_the_formats(tmp_path):
     assert os.listdir(tmp_path) == ["s"]
 
 
-@pytest.mark.parametrize("verb", ["convert", "copy"])
-def test_convert_and_copy_overwrite_argument_names_target(tmp_path, verb):
-    with pytest.raises(TypeError, match=r"overwrite= has moved: pass Target\(url, overwrite=...\) as the target"):
-        getattr(Snapshot(tmp_path), verb)(tmp_path / "t", overwrite=True)
-
-
-def test_convert_and_copy_positional_arguments_name_target(tmp_path):
-    with pytest.raises(TypeError, match=r"convert\(\) takes 2 arguments without a name: pass Target\(url, to\)"):
-        Snapshot(tmp_path / "s").convert(tmp_path / "t", "dcp")
-    with pytest.raises(TypeError, match=r"copy\(\) takes 2 arguments without a name: pass select="):
-        Snapshot(tmp_path / "s").copy(tmp_path / "t", ["m/**"])
-    with pytest.raises(TypeError, match=r"merge\(\) takes 2 arguments without a name: pass Target\(url, to\)"):
-        merge(["a", "b"], tmp_path / "t", "dcp")
-    with pytest.raises(TypeError, match=r"target must be .* got None"):
-        Snapshot(tmp_path / "s").convert(None)
-
-
 def test_target_with_an_unknown_suffix_raises_before_the_source_is_opened(tmp_path):
     with pytest.raises(ValueError, match="the suffix must be"):
         Snapshot(tmp_path / "absent").convert(tmp_path / "m.bin")

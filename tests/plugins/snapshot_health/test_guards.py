@@ -236,7 +236,7 @@ def broken():
 def test_guards_refuse_raises_suspect_state_error_and_leaves_no_files(tmp_path, asynchronous):
     take = (lambda *a, **o: Snapshot.async_take(*a, **o).wait()) if asynchronous else Snapshot.take
     with pytest.raises(SuspectStateError, match=r"not committed.*\n.*NaN or infinity in m/0.weight") as raised:
-        take(tmp_path / "s", broken(), guards="refuse")
+        take(tmp_path / "s", broken(), options=TakeOptions(guards="refuse"))
     assert raised.value.findings
     assert not [each for each in tmp_path.rglob("*") if each.is_file()]
 

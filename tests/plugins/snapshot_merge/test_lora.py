@@ -27,7 +27,7 @@ from snapshot import (
 )
 from snapshot.cli import main
 from snapshot.errors import UnsupportedFormatError
-from snapshot_merge import PEFTOptions, merge, merge_lora
+from snapshot_merge import PEFTOptions, merge_lora
 from snapshot_merge.peft import match_pattern, parse_config
 from tests.helpers.states import expect_equal
 from tests.helpers.versions import ALONE
@@ -315,8 +315,6 @@ def test_merge_lora_with_a_tensor_map_of_the_base(tmp_path, files):
     assert made.tensors == len(state)
     expected = summed(state["h.0.turned.weight"].T.contiguous(), *factors("layers.0.q", 24, 16).values(), 6 / 4)
     expect_equal(load_file(tmp_path / "x.safetensors")["layers.0.q.weight"], expected)
-    with pytest.raises(TypeError, match=r"map= has moved: pass it to merge_lora\(base, adapter, target\)"):
-        merge([tmp_path / "base.safetensors"] * 2, tmp_path / "y", map=loaded)
 
 
 def test_merge_lora_keeps_tied_weights_tied(tmp_path):
@@ -453,8 +451,6 @@ def test_merge_lora_refuses_invalid_arguments(tmp_path):
     folder = adapter(tmp_path / "adapter", factors("a", 8, 6))
     save_file({"a.weight": draw(8, 6)}, tmp_path / "base.safetensors")
     path = tmp_path / "base.safetensors"
-    with pytest.raises(TypeError, match=r"lora= has moved: pass it to merge_lora\(base, adapter, target\)"):
-        merge([path], tmp_path / "out", lora=folder)
     for base_model, lora in (([path], folder), (path, None)):
         with pytest.raises(TypeError, match="a checkpoint must be"):
             merge_lora(base_model, lora, tmp_path / "out")

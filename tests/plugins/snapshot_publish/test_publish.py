@@ -181,8 +181,6 @@ def test_publish_and_pull_refuse_an_invalid_keep(tmp_path, monkeypatch, kind):
     for keep, error in (("2", TypeError), (0, ValueError), (KeepBest("loss"), ValueError)):
         with pytest.raises(error, match="keep must be"):
             kind(tmp_path / "store", keep=keep)
-    with pytest.raises(TypeError, match="keep_full= has moved: pass keep="):
-        Publisher(tmp_path, keep_full=2)
 
 
 @pytest.mark.parametrize("operation", ["create", "write", "finish", "put", "commit"])

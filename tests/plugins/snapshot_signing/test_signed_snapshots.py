@@ -395,9 +395,10 @@ def test_restore_options_key_file_is_read_once(tmp_path):
     path = tmp_path / "key.pem"
     assert main(["sign", "--new-key", str(path)]) == 0
     options = TakeOptions(sign=path)
-    path.unlink()
-    with SnapshotManager(tmp_path / "run", signals=(), timeout=30) as manager:
-        manager.take(1, state(1.0), options=options)
+    with SnapshotManager(tmp_path / "run", signals=(), timeout=30, take_options=TakeOptions(sign=path)) as manager:
+        Snapshot.take(tmp_path / "alone", state(1.0), options=options)
+        path.unlink()
+        manager.take(1, state(1.0))
         manager.async_take(2, state(2.0), options=options).wait()
         assert manager.restore_latest(state(0.0), key=f"{path}.pub") == 2
 

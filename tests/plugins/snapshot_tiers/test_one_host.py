@@ -339,12 +339,6 @@ def test_tolerate_failures_must_be_a_number():
             Tolerate(failures)
 
 
-@pytest.mark.parametrize("name", sorted({*NEAR, "keep_near", "upload_compression", "max_failures"} - {"compression"}))
-def test_near_arguments_that_moved_name_the_new_spelling(tmp_path, name):
-    with pytest.raises(TypeError, match=rf"{name}= has moved: pass (near=Near|on_error=Tolerate)\("):
-        SnapshotManager(tmp_path / "run", **{name: 1})
-
-
 def test_near_root_must_not_be_the_far_root(tmp_path):
     with pytest.raises(ValueError, match="another folder"):
         SnapshotManager(str(tmp_path), near=str(tmp_path), signals=())
