@@ -37,7 +37,7 @@ from snapshot.tensors.memory import BY_NAME, ITEMSIZE
 from snapshot.text import listed
 from snapshot.transform.call import expect_checksums, expect_sound, open_sources, selected_locations
 from snapshot.transform.convert import write_checkpoint
-from snapshot.transform.sources import CheckpointSource, reads_ranges
+from snapshot.transform.sources import CheckpointSource, LeafReads, reads_ranges
 from snapshot.transform.target import Selection, Target
 from snapshot_merge import peft
 from snapshot_merge.merging import expect_mergeable, key_of, open_origins, spellings
@@ -237,14 +237,12 @@ class LoraSource(MixedSource):
         self,
         leaves: Sequence[Leaf],
         origins: Sequence[Any],
+        how: LeafReads,
         *,
         base: Opened,
         adapter: Opened,
         changes: Mapping[str, Change],
         scratch: MemoryBudget,
-        verify: bool,
-        orders: dict[int, tuple[int, ...]] | None = None,
-        sums: dict[int, int] | None = None,
     ) -> None:
         """`scratch`: the memory for elements of both. See `CheckpointSource` for the others."""
         self._changes = [changes.get(key_of(each)) if isinstance(each, e.TENSORS) else None for each in origins]
@@ -260,18 +258,9 @@ class LoraSource(MixedSource):
                 for leaf, entry in zip(leaves, own, strict=True)
             ]
             side = base if number == 0 else adapter
-            turned = orders if number in (0, 3) else None
-            sources.append(CheckpointSource(side, stored, own, verify=verify, orders=turned))
-        super().__init__(
-            base,
-            leaves,
-            origins,
-            sources=sources,
-            scratch=scratch,
-            verify=verify,
-            orders=orders,
-            sums=sums,
-        )
+            orders = how.orders if number in (0, 3) else {}
+            sources.append(CheckpointSource(side, stored, own, LeafReads(how.verify, orders)))
+        super().__init__(base, leaves, origins, how, sources=sources, scratch=scratch)
 
     @staticmethod
     def _input(number: int, change: Change | None, origin: Any) -> AnyTensor | None:
@@ -426,8 +415,8 @@ def add_adapter(
             expect_checksums(exchange, side)
     scratch = MemoryBudget(operation.part(4) or base.budget.total)
 
-    def make_source(opened: Opened, *leaves: Any, **options: Any) -> LoraSource:
-        return LoraSource(*leaves, base=base, adapter=adapter, changes=changes, scratch=scratch, **options)
+    def make_source(opened: Opened, *leaves: Any) -> LoraSource:
+        return LoraSource(*leaves, base=base, adapter=adapter, changes=changes, scratch=scratch)
 
     document, changed = _without_orders(base.document, changes)
     report = write_checkpoint(

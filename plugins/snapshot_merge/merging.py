@@ -17,7 +17,7 @@ from snapshot.errors import RestoreError
 from snapshot.events import log
 from snapshot.io.budget import MemoryBudget, Pool
 from snapshot.io.loop import run
-from snapshot.io.session import Session
+from snapshot.io.session import MemoryDefaults, Session
 from snapshot.io.url import Location
 from snapshot.loading.open import Opened, expect_files
 from snapshot.loading.read_object import expand_trees
@@ -44,7 +44,7 @@ from snapshot.transform.call import (
 )
 from snapshot.transform.convert import expect_writable, write_checkpoint
 from snapshot.transform.diff_bytes import Pair, compare_pairs
-from snapshot.transform.sources import CheckpointSource, reads_ranges
+from snapshot.transform.sources import CheckpointSource, LeafReads, reads_ranges
 from snapshot.transform.target import Selection, Target
 from snapshot_merge.mixing import MixedSource, Piece, Run
 
@@ -322,14 +322,12 @@ class MergeSource(MixedSource):
         self,
         leaves: Sequence[Leaf],
         origins: Sequence[Any],
+        how: LeafReads,
         *,
         sides: Sequence[Opened],
         plan: MergePlan,
         mix: Mix,
         scratch: MemoryBudget,
-        verify: bool,
-        orders: dict[int, tuple[int, ...]] | None = None,
-        sums: dict[int, int] | None = None,
     ) -> None:
         """`scratch`: the memory for elements of all checkpoints. See `CheckpointSource` for the others."""
         first = sides[0]
@@ -342,17 +340,8 @@ class MergeSource(MixedSource):
                 leaf if entry is None else msgspec.structs.replace(leaf, dtype=entry.dtype)
                 for leaf, entry in zip(leaves, own, strict=True)
             ]
-            sources.append(CheckpointSource(side, stored, own, verify=verify, orders=orders))
-        super().__init__(
-            first,
-            leaves,
-            origins,
-            sources=sources,
-            scratch=scratch,
-            verify=verify,
-            orders=orders,
-            sums=sums,
-        )
+            sources.append(CheckpointSource(side, stored, own, replace(how, sums=None)))
+        super().__init__(first, leaves, origins, how, sources=sources, scratch=scratch)
 
     def is_mixed(self, leaf: int) -> bool:
         return self._groups[leaf] is not None
@@ -388,7 +377,7 @@ def open_origins(operation: Operation, origins: Sequence[Location]) -> list[Sess
             pools.append(Pool(limit))
         return pools[0]
 
-    return [operation.open(origin, divisor=4, pool=shared) for origin in origins]
+    return [operation.open(origin, divisor=4, memory=MemoryDefaults(pool=shared)) for origin in origins]
 
 
 OTHERS = ("equal", "first")
@@ -425,8 +414,8 @@ def merge_checkpoints(
     if abs(total - 1) > _NEARLY and mix.keep == mix.divisor == 1:
         log.warning("%s: the weights add up to %g, not 1; they are used as given", url, total)
 
-    def make_source(opened: Opened, *leaves: Any, **options: Any) -> MergeSource:
-        return MergeSource(*leaves, sides=sides, plan=plan, mix=mix, scratch=scratch, **options)
+    def make_source(opened: Opened, *leaves: Any) -> MergeSource:
+        return MergeSource(*leaves, sides=sides, plan=plan, mix=mix, scratch=scratch)
 
     def splits(entry: AnyTensor) -> bool:
         group = plan.group(entry)

@@ -20,7 +20,7 @@ from snapshot.manifest.entries import AnyTensor
 from snapshot.plan.layout import Extent, FilePart, FilePlan
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE
-from snapshot.transform.sources import CheckpointSource
+from snapshot.transform.sources import CheckpointSource, LeafReads
 
 _ALIGNED = 64
 _BLOCK = 256 << 10
@@ -61,18 +61,16 @@ class MixedSource(CheckpointSource, ABC):
         opened: Opened,
         leaves: Sequence[Leaf],
         origins: Sequence[Any],
+        how: LeafReads,
         *,
         sources: Sequence[CheckpointSource],
         scratch: MemoryBudget,
-        verify: bool,
-        orders: dict[int, tuple[int, ...]] | None = None,
-        sums: dict[int, int] | None = None,
     ) -> None:
         """Store the sources. Each has a leaf of the same number for each mixed one.
 
         `scratch`: the memory for their elements. See `CheckpointSource` for the others.
         """
-        super().__init__(opened, leaves, origins, verify=verify, orders=orders, sums=sums)
+        super().__init__(opened, leaves, origins, how)
         self._scratch = scratch
         self._sources = sources
         self._blocking = all(source.is_blocking for source in sources)

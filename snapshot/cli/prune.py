@@ -16,7 +16,7 @@ from snapshot.io.loop import run as on_loop
 from snapshot.io.url import URL
 from snapshot.loading.open import is_foreign
 from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest, Policy
-from snapshot.manager.retention import Fate, Removed, remove_steps, survey_steps
+from snapshot.manager.retention import Fate, Removed, Survey, remove_steps, survey_steps
 from snapshot.manager.root import Root
 from snapshot.manifest.document import METADATA
 from snapshot.save.transaction import DAY
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     policy: Policy | None = reduce(lambda one, other: one | other, arguments.keep) if arguments.keep else None
     if is_local_file(url):
         raise SnapshotError(f"{url}: not a folder of steps, but a file")
-    fates = on_loop(survey_steps(root, policy, older_than=arguments.older_than, thorough=True))
+    fates = on_loop(survey_steps(root, Survey(policy=policy, older_than=arguments.older_than, thorough=True)))
     if not fates:
         on_loop(_expect_folder(root))
         with explain_missing(arguments.root, options):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from snapshot.distributed.exchange import Exchange, call_of
 from snapshot.events import emit
-from snapshot.io.budget import Pool
 from snapshot.io.loop import at_work
-from snapshot.io.session import Session
+from snapshot.io.session import NO_DEFAULTS, MemoryDefaults, Session
 from snapshot.io.url import URL, Location
 from snapshot.options import expect_positive
 from snapshot.progress import Meter, ProgressArgument
@@ -41,8 +40,7 @@ class Operation:
         *,
         divisor: int = 1,
         durable: bool = True,
-        default_budget: int = 0,
-        pool: Callable[[int], Pool] | None = None,
+        memory: MemoryDefaults = NO_DEFAULTS,
     ) -> Session:
         """Open a storage until the operation ends. It may use the memory budget, divided by `divisor`."""
         return self._sessions.enter_context(
@@ -51,8 +49,7 @@ class Operation:
                 place.options,
                 durable=durable,
                 budget=self.part(divisor),
-                default_budget=default_budget,
-                pool=pool,
+                memory=memory,
                 seal=place.seal,
             )
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from snapshot import events
 from snapshot.errors import (
@@ -48,6 +48,18 @@ def signer_of(seal: Seal | None) -> str:
     return "" if seal is None else seal.signer
 
 
+class MemoryDefaults(NamedTuple):
+    """The memory of an operation, if the user gives no budget."""
+
+    limit: int = 0
+    """The budget; 0 for the usual one of the storage."""
+    pool: Callable[[int], Pool] | None = None
+    """Returns the memory that several operations share, for a budget."""
+
+
+NO_DEFAULTS = MemoryDefaults()
+
+
 class Session:
     """The storage of one operation, and the memory that it may use."""
 
@@ -58,17 +70,12 @@ class Session:
         *,
         durable: bool = True,
         budget: int | None = None,
-        default_budget: int = 0,
-        pool: Callable[[int], Pool] | None = None,
+        memory: MemoryDefaults = NO_DEFAULTS,
         resume: bool = False,
         seal: Seal | None = None,
-        handed_on: str = "",
         wrap: Callable[[Storage], Storage] = lambda opened: opened,
     ) -> None:
-        """Open the storage of a URL. `wrap` returns a layer around it, through which all is read and written.
-
-        `handed_on`: a random name of the operation, if ranks of a host may hand on their reads of a remote storage.
-        """
+        """Open the storage of a URL. `wrap` returns a layer around it, through which all is read and written."""
         self.url = url
         self.seal = seal
         self.options = options
@@ -78,9 +85,9 @@ class Session:
         # Remote storages need more parallel requests, and each request holds a buffer. So does each copy of a GPU.
         near = getattr(plugin_for(url).capabilities, "local", False)  # unknown if it depends on the URL
         usual = 64 * MiB if near and not uses_accelerator() else 256 * MiB
-        limit = budget if budget is not None else self.settings.memory_budget_bytes or default_budget or usual
+        limit = budget if budget is not None else self.settings.memory_budget_bytes or memory.limit or usual
         expect_positive("memory_budget_bytes", limit)
-        self.budget = MemoryBudget(limit, pool(limit) if pool is not None else None)
+        self.budget = MemoryBudget(limit, memory.pool(limit) if memory.pool is not None else None)
         self._context = Context(
             durable,
             self.budget,
@@ -94,9 +101,15 @@ class Session:
         """The storage of the URL. The files of a checkpoint are read through layers above it: see `Opened`."""
         self._kept: list[Storage | Session] = []
         self._share: HostShare | None = None
-        """The reads that ranks of a host hand on. With a key, each rank reads and verifies everything itself."""
-        if handed_on and seal is None and fcntl is not None and not self.storage.capabilities.local:
-            self._share = HostShare(handed_on, self.settings.timeout)
+        """The reads that ranks of a host hand on."""
+
+    def hand_on_reads(self, name: str) -> None:
+        """Let ranks of a host hand on their reads of a remote storage. `name`: a random name of the operation.
+
+        With a key, each rank reads and verifies everything itself.
+        """
+        if name and self.seal is None and fcntl is not None and not self.storage.capabilities.local:
+            self._share = HostShare(name, self.settings.timeout)
 
     @cached_property
     def packed_memory(self) -> MemoryBudget:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -225,6 +225,21 @@ def _array_fits(held: Any, entry: e.NDArrayEntry, path: str) -> bool:
 # This reads no data and writes no live tensor.
 
 
+class Surroundings(NamedTuple):
+    """What is known of the snapshot and the application besides the entries that are matched."""
+
+    wanted: Callable[[str], bool]
+    """Returns True if a path is requested."""
+    beside: Callable[[Any], bool]
+    """Returns True if a stateful other than the optimizer restores a live tensor."""
+    holders: Callable[[str], list[int]]
+    """Returns the other ranks that had their own entry at a path."""
+    several: bool
+    """True if several ranks restore."""
+    every: bool
+    """True if the snapshot has no entries of single ranks."""
+
+
 class Matcher:
     """Finds the place of each entry in the application."""
 
@@ -235,26 +250,16 @@ class Matcher:
         view: RankView,
         reads: ReadPlan,
         *,
-        wanted: Callable[[str], bool],
-        beside: Callable[[Any], bool],
-        holders: Callable[[str], list[int]],
-        several: bool,
-        every: bool,
         issues: RestoreIssues,
+        around: Surroundings,
     ) -> None:
         self._options = options
         self._strict = options.strict
-        self._wanted = wanted
-        self._beside = beside
-        """Returns True if a stateful other than the optimizer restores a live tensor."""
-        self._holders = holders
-        """Returns the other ranks that had their own entry at a path."""
+        self._wanted, self._beside, self._holders = around.wanted, around.beside, around.holders
         self._elsewhere = view.elsewhere
         """Entries of other ranks that this rank may use by name."""
         self._withheld = view.withheld
-        self._several = several
-        self._every = every
-        """True if the snapshot has no entries of single ranks."""
+        self._several, self._every = around.several, around.every
         self._notes = issues
         self.matched = Matched(lacking=chosen.lacking, states=dict(chosen.states), skipped=set(chosen.skipped))
         """The result, once all keys were added."""

@@ -484,17 +484,15 @@ class FoundSnapshot(msgspec.Struct, array_like=True):
 
 
 def open_restore(
-    exchange: Exchange, url: URL, verb: str, open_session: Callable[..., Session], *, keys: Sequence[str] = ()
+    exchange: Exchange, url: URL, verb: str, open_session: Callable[[URL], Session], *, keys: Sequence[str] = ()
 ) -> Opened:
-    """Agree on a snapshot with the other ranks, and open it. All ranks must have the same `keys`.
-
-    `open_session` takes the arguments `url` and `handed_on` of `Session`.
-    """
+    """Agree on a snapshot with the other ranks, and open it. All ranks must have the same `keys`."""
     held: list[Opened] = []
 
     def at(place: URL, handed_on: str = "") -> Opened:
-        session = open_session(place, handed_on=handed_on)
+        session = open_session(place)
         try:
+            session.hand_on_reads(handed_on)
             return run(open_checkpoint(session, None if exchange.alone else exchange.rank))
         except BaseException:
             run(session.close())

@@ -18,7 +18,7 @@ from snapshot.loading.choose import Chooser, ChosenEntries, Matched, RestoreOpti
 from snapshot.loading.left_out import compare_left_out
 from snapshot.loading.live import compare_twins, find_other_owner, find_read_only_memory
 from snapshot.loading.mapping import map_view
-from snapshot.loading.match import Matcher
+from snapshot.loading.match import Matcher, Surroundings
 from snapshot.loading.open import Opened, expect_files, load_parts
 from snapshot.loading.own_copies import OwnCopies
 from snapshot.loading.read_object import expand_trees, read_tree
@@ -236,18 +236,14 @@ class _Planner:
     def _match(self, app_state: Mapping[str, Any], view: RankView, chosen: ChosenEntries, reads: ReadPlan) -> Matched:
         """Find the place of each requested entry."""
         adapters, grouped = self._adapters, chosen.grouped
-        matcher = Matcher(
-            self._options,
-            chosen,
-            view,
-            reads,
-            wanted=self._chooser.wanted,
-            beside=find_other_owner(adapters, grouped, chosen.skipped),
-            holders=self._holders,
+        around = Surroundings(
+            self._chooser.wanted,
+            find_other_owner(adapters, grouped, chosen.skipped),
+            self._holders,
             several=not self._exchange.alone,
             every=self._document.world_size == 1,
-            issues=self._issues,
         )
+        matcher = Matcher(self._options, chosen, view, reads, issues=self._issues, around=around)
         keys = [key for key, _ in in_restore_order(app_state) if key in grouped]
         for key in sorted(keys, key=lambda key: isinstance(adapters[key], OptimizerAdapter)):  # models come first
             if not matcher.add(adapters[key], grouped[key]):

@@ -58,35 +58,36 @@ class Fate:
     """Version token of the manifest that was read. A different token means another snapshot."""
 
 
-async def survey_steps(
-    root: Root,
-    policy: Policy | None,
-    *,
-    among: Iterable[int] | None = None,
-    upto: int | None = None,
-    damaged: Collection[int] = (),
-    older_than: float = transaction.DAY,
-    thorough: bool = False,
-    spared: Callable[[int], bool] = lambda step: False,
-    inspect: Inspect | None = None,
-) -> list[Fate]:
-    """Decide about each step, and return the decisions in ascending order. Nothing is changed.
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What `survey_steps` looks at."""
 
-    Args:
-        root: Folder of the steps.
-        policy: Policy of the steps to keep; None keeps all.
-        among: The steps to look at; by default all under the root, which are listed.
-        upto: The step that was just committed. Later ones are ignored. If this one is missing, nothing is removed.
-        damaged: Steps that were found damaged, which policies ignore.
-        older_than: Age in seconds after which an uncommitted take counts as interrupted.
-        thorough: Examine every folder and size; otherwise only those that may lead to a removal.
-        spared: True for a step that must stay, with what it relies on.
-        inspect: Called with all committed steps and their manifests. It may raise, and then nothing is decided.
+    policy: Policy | None = None
+    """Policy of the steps to keep; None keeps all."""
+    among: Iterable[int] | None = None
+    """The steps to look at; by default all under the root, which are listed."""
+    upto: int | None = None
+    """The step that was just committed. Later ones are ignored. If this one is missing, nothing is removed."""
+    damaged: Collection[int] = ()
+    """Steps that were found damaged, which policies ignore."""
+    older_than: float = transaction.DAY
+    """Age in seconds after which an uncommitted take counts as interrupted."""
+    thorough: bool = False
+    """Examine every folder and size; otherwise only those that may lead to a removal."""
+    spared: Callable[[int], bool] = lambda step: False
+    """Returns True for a step that must stay, with what it relies on."""
+    inspect: Inspect | None = None
+    """Called with all committed steps and their manifests. It may raise, and then nothing is decided."""
+
+
+async def survey_steps(root: Root, survey: Survey) -> list[Fate]:
+    """Decide about each step, and return the decisions in ascending order. Nothing is changed.
 
     Raises:
         UnknownMetric: The policy uses a metric that no snapshot has.
     """
-    folders = await (root.folders() if among is None else root.examine(sorted(among)))
+    upto, thorough = survey.upto, survey.thorough
+    folders = await (root.folders() if survey.among is None else root.examine(sorted(survey.among)))
     if upto is not None:
         if upto not in folders.committed:
             return []
@@ -94,43 +95,26 @@ async def survey_steps(
         folders.committed = {step: stat for step, stat in folders.committed.items() if step <= upto}
         folders.others = [step for step in folders.others if step < upto]
     every = await root.heads({**folders.committed, **folders.later})
-    if inspect is not None:
-        inspect({**folders.committed, **folders.later}, every)
-    fates = await _of_snapshots(
-        root,
-        policy,
-        folders,
-        every,
-        damaged=damaged,
-        older_than=older_than,
-        upto=upto,
-        thorough=thorough,
-        spared=spared,
-    )
+    if survey.inspect is not None:
+        survey.inspect({**folders.committed, **folders.later}, every)
+    fates = await _of_snapshots(root, survey, folders, every)
     if not thorough and not folders.committed:
         return fates
     looked = list(folders.others)
     if thorough:
         looked += [fate.step for fate in fates if fate.what in ("snapshot", "damaged") and not fate.goes]
+    age, others = survey.older_than, folders.others
     found = await gather_limited(
-        looked, lambda step: _find_leftovers(root, step, older_than, alone=step in folders.others, thorough=thorough)
+        looked, lambda step: _find_leftovers(root, step, age, alone=step in others, thorough=thorough)
     )
     return sorted([*fates, *(fate for fate in found if fate)], key=lambda fate: (fate.step, fate.what != "snapshot"))
 
 
 async def _of_snapshots(
-    root: Root,
-    policy: Policy | None,
-    folders: StepFolders,
-    every: Mapping[int, ManifestHead | SnapshotError],
-    *,
-    damaged: Collection[int],
-    older_than: float,
-    upto: int | None,
-    thorough: bool,
-    spared: Callable[[int], bool],
+    root: Root, survey: Survey, folders: StepFolders, every: Mapping[int, ManifestHead | SnapshotError]
 ) -> list[Fate]:
     """Decide about snapshots. Only those of this library count for a policy or may be removed, if undamaged."""
+    policy, upto, damaged, thorough = survey.policy, survey.upto, survey.damaged, survey.thorough
     stats = folders.committed
     heads = {step: head for step, head in every.items() if step in stats}
     taken: dict[int, Taken] = {}
@@ -170,9 +154,8 @@ async def _of_snapshots(
     going = [step for step in going if policy is not None or step not in left]
     if policy is not None and (going or thorough):
         expect_metrics(root, policy, taken.values())
-    held = dict(
-        zip(going, await gather_limited(going, lambda step: _why_it_stays(root, step, older_than, spared)), strict=True)
-    )
+    stays = await gather_limited(going, lambda step: _why_it_stays(root, step, survey.older_than, survey.spared))
+    held = dict(zip(going, stays, strict=True))
     read_heads = {step: head for step, head in every.items() if isinstance(head, ManifestHead)}
 
     def needed(removed: list[int]) -> dict[int, str]:
@@ -309,7 +292,7 @@ async def remove_unkept(
     """
     try:
         others = await _list_uncommitted(root) if leftovers else []
-        fates = await survey_steps(root, policy, among={*among, *others}, damaged=ignored)
+        fates = await survey_steps(root, Survey(policy=policy, among={*among, *others}, damaged=ignored))
         done = await remove_steps(root, fates)
     except SnapshotError as error:
         log.warning("%s: failed to remove old snapshots: %s", root.url, error)
@@ -512,11 +495,13 @@ class Cleaner:
             fates = run(
                 survey_steps(
                     self._root,
-                    self._policy,
-                    upto=upto,
-                    damaged=self._damaged(),
-                    spared=self._is_spared,
-                    inspect=self._inspect,
+                    Survey(
+                        policy=self._policy,
+                        upto=upto,
+                        damaged=self._damaged(),
+                        spared=self._is_spared,
+                        inspect=self._inspect,
+                    ),
                 )
             )
         except OtherWriterError as other:

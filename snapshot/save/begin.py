@@ -18,7 +18,7 @@ from snapshot.events import emit, warn
 from snapshot.formats.dcp_notice import METADATA as DCP_METADATA
 from snapshot.formats.dcp_notice import is_notice
 from snapshot.io.loop import LoopFuture, run, start
-from snapshot.io.session import Session
+from snapshot.io.session import MemoryDefaults, Session
 from snapshot.io.storage import FileStat
 from snapshot.io.url import URL
 from snapshot.manifest.document import METADATA
@@ -256,6 +256,7 @@ def session_for_take(options: TakeRequest, url: URL, slot: TakeSlot | None = Non
         options.storage_options,
         durable=options.durable,
         budget=options.memory_budget_bytes,
-        default_budget=take_slots().usual_limit() if slot is not None else usual_budget(options.compression),
-        pool=slot.pool if slot is not None else None,
+        memory=MemoryDefaults(usual_budget(options.compression))
+        if slot is None
+        else MemoryDefaults(take_slots().usual_limit(), slot.pool),
     )

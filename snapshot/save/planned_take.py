@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -119,6 +119,17 @@ class PartStaging:
         """Release the application's tensors."""
 
 
+class AtCommit(NamedTuple):
+    """What a take adds, checks and signs when it commits."""
+
+    metadata: msgspec.Raw
+    later: Future[Mapping[str, Any]] | None = None
+    """Metadata that is known only before the commit."""
+    verify: Verify | None = None
+    signer: TakeSigner | None = None
+    observers: Observers | None = None
+
+
 class Take:
     """One take on this rank: its files, and the commit.
 
@@ -133,13 +144,10 @@ class Take:
         unchanged: Unchanged,
         *,
         staging: PartStaging,
-        metadata: msgspec.Raw,
-        later: Future[Mapping[str, Any]] | None = None,
-        verify: Verify | None = None,
-        packing: MemoryBudget | None = None,
-        signer: TakeSigner | None = None,
-        observers: Observers | None = None,
+        packing: MemoryBudget | None,
+        commit: AtCommit,
     ) -> None:
+        signer = commit.signer
         if signer is not None:
             signer.expect_signable(opening.session.storage, leads=opening.exchange.rank == 0)
         self._signer = signer
@@ -150,12 +158,10 @@ class Take:
         self._meter = opening.meter
         self._share = share
         self.staging = staging
-        self._metadata = metadata
-        self._later = later
-        """Metadata that is known before the commit."""
+        self._metadata, self._later = commit.metadata, commit.later
         self.unchanged = unchanged
-        self._verify = verify
-        self._observers = observers or Observers()
+        self._verify = commit.verify
+        self._observers = commit.observers or Observers()
         self.committed_bytes = 0
         """Bytes of the tensors that all ranks wrote, after the commit."""
         self._began = time.perf_counter()

@@ -24,7 +24,7 @@ from snapshot.save.background_take import LateCopies, StagingAhead
 from snapshot.save.begin import TakeOpening, begin_take, open_dry_run, session_for_take
 from snapshot.save.compression import choose_packing
 from snapshot.save.observers import Observers, TakeView
-from snapshot.save.planned_take import PartStaging, Take, Verify, plan_writes
+from snapshot.save.planned_take import AtCommit, PartStaging, Take, Verify, plan_writes
 from snapshot.save.rank_share import RankShare, collect_rank_share
 from snapshot.save.reuse import find_unchanged, group_leaves
 from snapshot.save.staging import Stager
@@ -162,12 +162,14 @@ def _assemble(
         plan,
         unchanged,
         staging=staging,
-        metadata=options.metadata_json,
-        later=options.metadata if isinstance(options.metadata, Future) else None,
-        verify=verify_written(options.read_back_share, verb),
         packing=packing,
-        signer=options.signer,
-        observers=observers,
+        commit=AtCommit(
+            options.metadata_json,
+            options.metadata if isinstance(options.metadata, Future) else None,
+            verify_written(options.read_back_share, verb),
+            options.signer,
+            observers,
+        ),
     )
 
 

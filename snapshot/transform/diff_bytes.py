@@ -29,7 +29,7 @@ from snapshot.save.commit import while_all_go_on
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE
 from snapshot.transform.call import share_whole
-from snapshot.transform.sources import CheckpointSource
+from snapshot.transform.sources import CheckpointSource, LeafReads
 
 # Statistics of the difference of two tensors, computed part by part.
 
@@ -343,7 +343,7 @@ def _file(pairs: Sequence[Pair]) -> FilePlan:
 def _make_source(side: Opened, pairs: Sequence[Pair], of: str) -> CheckpointSource:
     nothing = torch.empty(0, device="meta")
     leaves = [Leaf(pair.name, nothing, pair.dtype, tuple(pair.a.shape), pair.nbytes) for pair in pairs]
-    return CheckpointSource(side, leaves, [getattr(pair, of) for pair in pairs], verify=True)
+    return CheckpointSource(side, leaves, [getattr(pair, of) for pair in pairs], LeafReads(verify=True))
 
 
 def _look(file: FilePlan, part: FilePart, pairs: Sequence[Pair], here: Slot, there: Slot) -> None:

@@ -41,7 +41,7 @@ from snapshot.transform.call import (
     places_of,
     seen_by_rank,
 )
-from snapshot.transform.sources import CheckpointSource, expect_room
+from snapshot.transform.sources import CheckpointSource, LeafReads, expect_room
 from snapshot.transform.staged_files import StagedFiles
 from snapshot.transform.target import Selection, Target, without_classes
 
@@ -331,9 +331,7 @@ class Export:
             self.source,
             plan.leaves,
             [origin if number in own else b"" for number, origin in enumerate(plan.origins)],
-            verify=self.choice.verify,
-            orders=plan.orders,
-            sums=plan.sums,
+            LeafReads(self.choice.verify, plan.orders, plan.sums),
         )
         source: PartSource = reader
         if plan.wrap is not None:

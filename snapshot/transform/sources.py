@@ -9,7 +9,7 @@ import tempfile
 import threading
 import zlib
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -327,31 +327,28 @@ def reads_ranges(entry: AnyTensor) -> bool:
     return not any(is_streamed(stored) or is_embedded(stored) for _, stored in entry.pieces())
 
 
+@dataclass(frozen=True)
+class LeafReads:
+    """How the leaves of a source are read."""
+
+    verify: bool
+    """Verify the digests of what is read."""
+    orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """For permuted leaves, the order of their dimensions in the entry."""
+    sums: dict[int, int] | None = None
+    """Collects the CRC32 of each leaf's bytes."""
+
+
 class CheckpointSource(PartSource):
     """Leaves that are read from a checkpoint part by part, or whose bytes are given or computed when written."""
 
-    def __init__(
-        self,
-        opened: Opened,
-        leaves: Sequence[Leaf],
-        origins: Sequence[Any],
-        *,
-        verify: bool,
-        orders: dict[int, tuple[int, ...]] | None = None,
-        sums: dict[int, int] | None = None,
-    ) -> None:
-        """`origins`: for each leaf its tensor's entry, its bytes, or a function that returns them.
-
-        `orders`: for permuted leaves, the order of their dimensions in the entry. `sums`: collects the CRC32 of each
-        leaf's bytes.
-        """
+    def __init__(self, opened: Opened, leaves: Sequence[Leaf], origins: Sequence[Any], how: LeafReads) -> None:
+        """`origins`: for each leaf its tensor's entry, its bytes, or a function that returns them."""
         self.leaves = leaves
         self._opened = opened
         self._document = opened.document
         self._origins = origins
-        self._verify = verify
-        self._orders = orders or {}
-        self._sums = sums
+        self._verify, self._orders, self._sums = how.verify, how.orders, how.sums
         self._held: dict[Key, torch.Tensor] = {}
         """Tensors that are read once as a whole, and such pieces: see `_whole` and `_piece`."""
         self._left: dict[Key, int] = {}

@@ -25,7 +25,7 @@ from snapshot.formats.foreign import add_root
 from snapshot.formats.hugging_face import SHARD
 from snapshot.formats.registry import SNAPSHOT, FormatOptions
 from snapshot.io.loop import run
-from snapshot.io.session import Session
+from snapshot.io.session import MemoryDefaults, Session
 from snapshot.io.url import URL, Location, expect_mapping
 from snapshot.loading.open import Opened
 from snapshot.loading.read_object import expand_trees
@@ -38,7 +38,7 @@ from snapshot.plan.names import Rename, expect_globs
 from snapshot.reports import ConvertReport
 from snapshot.save.begin import open_take
 from snapshot.save.compression import choose_packing, expect_compression, usual_budget
-from snapshot.save.planned_take import PartStaging, Take, plan_writes
+from snapshot.save.planned_take import AtCommit, PartStaging, Take, plan_writes
 from snapshot.save.rank_share import RankShare, item_of, size_of
 from snapshot.save.replication import Replication
 from snapshot.save.reuse import Unchanged
@@ -59,7 +59,7 @@ from snapshot.transform.call import (
     is_foreign_object,
     places_of,
 )
-from snapshot.transform.sources import CheckpointSource, expect_room, reads_ranges
+from snapshot.transform.sources import CheckpointSource, LeafReads, expect_room, reads_ranges
 
 _SUFFIX = re.compile(r"[^/]\.[A-Za-z][A-Za-z0-9_-]*$")
 """Suffix of a file name: `step-1.5` and `.hidden` have none."""
@@ -170,7 +170,7 @@ class Target:
             self.storage_options,
             durable=self.durable,
             budget=operation.part(2),
-            default_budget=usual,
+            memory=MemoryDefaults(usual),
         )
 
     def open_file(self, operation: Operation, path: str | os.PathLike[str]) -> tuple[Session, str]:
@@ -565,9 +565,9 @@ def write_as_snapshot(
         share = RecordedShare(exchange, recording, document.world_size)
         packing = choose_packing(target.compression, opening.session, ())
         plan = plan_writes(share, opening.session, staged=False, packing=packing)
-        source = make_source(opened, share.leaves, share.origins, verify=choice.verify)
-        metadata = add_root(document)
-        take = Take(opening, share, plan, Unchanged(), staging=PartStaging(source), metadata=metadata, packing=packing)
+        source = make_source(opened, share.leaves, share.origins, LeafReads(choice.verify))
+        commit = AtCommit(add_root(document))
+        take = Take(opening, share, plan, Unchanged(), staging=PartStaging(source), packing=packing, commit=commit)
         run(take.write_and_commit())
     changed = tuple(memory_changes(entries, lambda *_: True))
     return ConvertReport("snapshot", recording.tensors, take.committed_bytes, tuple(recording.uncast), changed=changed)

@@ -12,7 +12,7 @@ from snapshot.io.loop import run
 from snapshot.io.storage import FileStat
 from snapshot.io.url import URL
 from snapshot.manager import root as module
-from snapshot.manager.retention import remove_steps, remove_unkept, survey_steps
+from snapshot.manager.retention import Survey, remove_steps, remove_unkept, survey_steps
 from snapshot.manager.root import SUSPECT, Root, steps_of, why_suspect
 from snapshot.manifest.document import METADATA, ManifestHead, NotOurs
 from snapshot.runs.facts import PINNED, path_of
@@ -134,7 +134,7 @@ def test_root_passes_over_a_step_that_cannot_be_read(root, tmp_path, monkeypatch
     heads = run(root.heads(stats))
     assert isinstance(heads[1], ManifestHead)
     assert isinstance(heads[2], StorageError)
-    fates = run(survey_steps(root, KeepLatest(1)))
+    fates = run(survey_steps(root, Survey(policy=KeepLatest(1))))
     assert [(fate.step, fate.what, fate.goes) for fate in fates] == [(1, "snapshot", False), (2, "other", False)]
 
 
@@ -273,7 +273,7 @@ def test_root_line_and_counts_follow_the_facts(root, tmp_path):
     assert run(root.line()).cuts.keys() == {first.name, later.name}
     (tmp_path / "step-2" / METADATA).write_bytes(b"damaged")
     assert run(root.on_line(committed(root))) == [1, 2, 3, 4]  # a restore reports it
-    fates = run(survey_steps(root, None))
+    fates = run(survey_steps(root, Survey()))
     assert not [fate for fate in fates if fate.goes]
 
 
@@ -320,7 +320,7 @@ def test_remove_unkept_returns_the_steps_that_are_left(root, tmp_path):
 
 def test_remove_steps_logs_failures_and_removes_the_others(root, tmp_path, monkeypatch):
     take(tmp_path, 1, 2, 3)
-    fates = run(survey_steps(root, KeepLatest(1)))
+    fates = run(survey_steps(root, Survey(policy=KeepLatest(1))))
     assert [(fate.step, fate.goes) for fate in fates if fate.goes] == [(1, True), (2, True)]
     delete = FileStorage.delete
 

@@ -14,12 +14,14 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from itertools import count
 from typing import Any
 
 import msgspec
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -401,15 +403,14 @@ class SnapshotWriter(StorageWriter):
 
     Args:
         path: A URL, or a path of the file system. Optional if each save passes a `checkpoint_id`.
-        sync_files: Default of `durable`.
-        storage_options: Options for the storage plugin.
         overwrite: Replace an existing snapshot, which stays intact until the new one is committed. Otherwise raise.
-        durable: Flush all files to disk before the commit, to survive a power loss. Default: `sync_files`.
+        storage_options: Options for the storage plugin.
+        durable: Flush all files to disk before the commit, to survive a power loss. Default: `sync_files`, or True.
         memory_budget_bytes: Host memory for data that cannot be written in place, as for `Snapshot.take`. Tensors that
             a custom planner creates are requested in portions of this size.
 
-    The other arguments are those of torch's `FileSystemWriter`, in its order. They only apply to its files. They are
-    ignored here, and logged once if passed.
+        theirs: The other arguments of torch's `FileSystemWriter`, in its order.
+        named: The same by name. They only apply to torch's files, so they are ignored here, and logged once.
 
     >>> import torch.distributed.checkpoint as dcp, torch, warnings
     >>> from snapshot import Snapshot
@@ -420,37 +421,24 @@ class SnapshotWriter(StorageWriter):
     tensor([1., 1.])
     """
 
-    def __init__(  # noqa: PLR0917 - the arguments of FileSystemWriter, in its order
+    def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
-        single_file_per_rank: bool = True,
-        sync_files: bool = True,
-        thread_count: int = 1,
-        per_thread_copy_ahead: int = 10_000_000,
-        cache_staged_state_dict: bool = False,
-        overwrite: bool = True,
-        _extensions: Sequence[Any] | None = None,
-        serialization_format: Any = None,
-        *,
+        *theirs: Any,
         storage_options: Mapping[str, Any] | None = None,
         durable: bool | None = None,
         memory_budget_bytes: int | None = None,
+        **named: Any,
     ) -> None:
         super().__init__()
         self.path = None if path is None else os.fspath(path)
         self.storage_options = dict(storage_options or {})
-        self.overwrite = overwrite
-        self.durable = sync_files if durable is None else durable
+        given = signature(FileSystemWriter).bind("", *theirs, **named).arguments
+        self.overwrite: bool = given.pop("overwrite", True)
+        self.durable: bool = given.pop("sync_files", True) if durable is None else durable
         self.save_id = secrets.token_hex(6)
         """Id of the next, current or last save."""
-        _log_unused(
-            single_file_per_rank=not single_file_per_rank,
-            thread_count=thread_count != 1,
-            per_thread_copy_ahead=per_thread_copy_ahead != 10_000_000,
-            cache_staged_state_dict=cache_staged_state_dict,
-            _extensions=bool(_extensions),
-            serialization_format=serialization_format is not None,
-        )
+        _log_unused(given)
         self.memory_budget_bytes = memory_budget_bytes
         self._rank = 0
         self._alone = False
@@ -648,9 +636,14 @@ class SnapshotWriter(StorageWriter):
 _logged: PerProcess[set[str]] = PerProcess(set)
 
 
-def _log_unused(**given: bool) -> None:
+def _log_unused(given: Mapping[str, Any]) -> None:
     """Log once which arguments of FileSystemWriter are ignored."""
-    names = [name for name, is_given in given.items() if is_given and name not in _logged.get()]
+    usual = signature(FileSystemWriter).parameters
+    names = [
+        name
+        for name, value in given.items()
+        if name not in ("path", "sync_files") and value != usual[name].default and name not in _logged.get()
+    ]
     _logged.get().update(names)
     if names:
         log.info("SnapshotWriter: arguments ignored, since they do not apply to snapshots: %s", ", ".join(names))
