@@ -43,7 +43,7 @@ def show_colons(app, what, name, obj, options, lines):
 
 def hide_constructors(app, what, name, obj, options, signature, returned):
     """Show no constructor of a class that only the library creates."""
-    if name in ("snapshot.PendingSnapshot", "snapshot.plan.layout.SavePlan", "snapshot.metadata.SnapshotMetadata"):
+    if name in ("snapshot.PendingSnapshot", "snapshot.plan.layout.SavePlan"):
         return "", None
     return None
 

@@ -1,4 +1,4 @@
-"""Shared parts of the readers for other libraries' formats, and the formats that are recognised but not read."""
+"""Shared parts of the readers for other libraries' formats, and errors for what people open by mistake."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from snapshot.manifest.entries import TensorEntry
 from snapshot.manifest.paths import decode_component, encode_key
 from snapshot.tensors.digest import digest_range
 
-# Formats that are recognised but not read: their names, and what to do with such a file or folder.
+# What people open by mistake: the name of each, and what to do with it.
 
 HEAD = 512
 """Number of first bytes that identify a file."""
@@ -50,67 +50,39 @@ PROBED = 16
 """Maximum number of a run's newest folders in which a manifest is looked for."""
 
 _TRUST = "only running it reads it, which may run any code; if you trust it, load it and save its tensors again"
-_FORMATS = (
+_PARTS = (
     (r"__\d+_\d+\.distcp|\.metadata", "a part of a DCP checkpoint; open its folder"),
     (re.escape(METADATA), "the manifest of a snapshot; open its folder"),
-    (r".*\.data-\d{5}-of-\d{5}", "a part of a TensorFlow checkpoint; load it with TensorFlow"),
 )
 """Files that are only a part of something, by their names."""
 _HEADS = (
-    (0, POINTER, "a Git LFS pointer, not the file itself; run `git lfs pull`"),
+    (POINTER, "a Git LFS pointer, not the file itself; run `git lfs pull`"),
     (
-        0,
         b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.",
         "a bare pickle, as written by torch.save before torch 1.6 or with _use_new_zipfile_serialization=False: "
         "reading it would run its code; if you trust it, convert it: torch.save(torch.load(file, weights_only=True), "
         "new_file)",
     ),
-    *((0, bytes([0x80, protocol]), f"a bare pickle; {_TRUST}") for protocol in range(2, 6)),
-    *((0, head, f"a bare pickle; {_TRUST}") for head in (b"(dp0\n", b"(lp0\n", b"ccopy_reg\n", b"ccollections\n")),
-    (0, b"\x93NUMPY", "a NumPy array (npy); load it with numpy.load"),
-    *((0, head, "a GGML file, for llama.cpp; open the original") for head in (b"lmgg", b"tjgg", b"fmgg", b"algg")),
-    (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras writes it; load it with Keras or h5py"),
-    (4, b"TFL3", "a program of TensorFlow Lite; open the checkpoint that it was exported from"),
-    (4, b"ET12", "a program of ExecuTorch; open the checkpoint that it was exported from"),
-    (4, b"PTMF", "a program of PyTorch Mobile; open the checkpoint that it was exported from"),
-    *((0, head, "compressed as a whole, so no part of it can be read; unpack it") for head in (
-        b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"7z\xbc\xaf\x27\x1c", b"Rar!\x1a"
+    *((bytes([0x80, protocol]), f"a bare pickle; {_TRUST}") for protocol in range(2, 6)),
+    (b"\x93NUMPY", "a NumPy array (npy); load it with numpy.load"),
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras writes it; load it with Keras or h5py"),
+    *((head, "compressed as a whole, so no part of it can be read; unpack it") for head in (
+        b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
     )),
-    *((0, head, "an HTML page, perhaps a server's error; download the file again") for head in (
+    *((head, "an HTML page, perhaps a server's error; download the file again") for head in (
         b"<!DOCTYPE html", b"<!doctype html", b"<html"
     )),
-    (0, b"SQLite format 3\0", "an SQLite database, not a checkpoint; open a file with tensors"),
-    (0, b"PAR1", "a Parquet table, not a checkpoint; open a file with tensors"),
 )  # fmt: skip
-"""Files by their first bytes: offset, bytes, and what it is."""
-_ENDINGS = (
-    (r".*\.onnx", "a program in ONNX; open the checkpoint that it was exported from"),
-    (r".*\.msgpack", "Flax's parameters in msgpack; load them with Flax, and save the tensors with safetensors"),
-    (r".*\.(pdparams|pdopt)", "a checkpoint of PaddlePaddle; load it with PaddlePaddle"),
-    (r".*\.index", "a part of a TensorFlow checkpoint; load it with TensorFlow"),
-    (r"saved_model\.pb(txt)?|.*\.pb", "a program of TensorFlow; load it with TensorFlow"),
-    (r".*\.(mlmodel|mlpackage)", "a program of Core ML; open the checkpoint that it was exported from"),
-    (r".*\.(engine|plan)", "a program of TensorRT; open the checkpoint that it was exported from"),
-)
-"""Files by their names, if the first bytes are not unique."""
+"""Files by their first bytes."""
 _ZIPS = (
     (r".*\.npy", "a NumPy archive (npz); load it with numpy.load"),
-    (r"(.*/)?\.data/extern_modules", "a package of torch.package; load it with PackageImporter, and save its tensors"),
     (
         r"(.*/)?(archive_format|serialized_exported_program\.json)",
         "a program of torch.export; load it with torch.export.load, and save its state_dict",
     ),
     (r"(.*/)?model\.json", "a TorchScript program, for torch.jit.load only; save its state_dict()"),
-    (r"model\.weights\.h5", "a model of Keras (.keras); load it with Keras"),
-    (r"policy\.pth", "a model of Stable-Baselines3; unpack it, and open its policy.pth"),
-    (r"(.*/)?schema\.json", "a model of skops; load it with skops"),
 )
 """Zip archives by their members."""
-_TARS = (
-    (r"(\./)?model_(config\.yaml|weights.*)", "a model of NeMo; unpack it with tar, and open its weights"),
-    (r"(sys_info|pickle|tensors|storages)", "a tar file of torch.save before torch 0.2; read it with an old torch"),
-)
-"""Tar files by their first member."""
 _FOLDERS: tuple[tuple[tuple[str, ...], str], ...] = (
     (
         (r"((bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_\d+_optim_states\.pt",),
@@ -124,24 +96,12 @@ _FOLDERS: tuple[tuple[tuple[str, ...], str], ...] = (
         (r"metadata\.json", r"common\.pt"),
         "a checkpoint of Megatron-core in zarr; load it with Megatron-core, and save it as torch_dist",
     ),
-    ((r"\.zarray|\.zgroup|zarr\.json",), "a zarr store; load it with zarr, and save its arrays with safetensors"),
-    ((r"saved_model\.pb(txt)?",), "a SavedModel of TensorFlow; load it with TensorFlow"),
-    ((r".*\.data-\d{5}-of-\d{5}",), "a checkpoint of TensorFlow; load it with TensorFlow"),
     (
         (r"consolidated\.0[1-9]\.pth",),
         "the tensor-parallel parts of one of Meta's models; convert them with its tools, or those of transformers",
     ),
 )
 """Folders by unique names in them."""
-_WEAK: tuple[tuple[tuple[str, ...], str], ...] = (
-    *(((name,), text) for name, text in _ENDINGS),
-    ((r".*\.(h5|hdf5|keras)",), "a model of Keras, or another HDF5 file; load it with Keras or h5py"),
-    ((r".*\.(npz|npy)",), "a folder of NumPy arrays; load them with numpy.load"),
-    ((r".*\.nemo",), "a model of NeMo; unpack it with tar, and open its weights"),
-    ((r".*\.(tflite|pte|ptl|mlpackage/)",), "a program for devices; open the checkpoint that it was exported from"),
-    ((r".*\.(pkl|pickle|joblib)",), f"a folder of pickles; {_TRUST}"),
-)
-"""Folders by names in them, if nothing in them can be opened."""
 _STEP = re.compile(r"((global_?)?step|checkpoint|ckpt|iter(ation)?|epoch)?[-_=]?\d+([-_=.].*)?/")
 _RANKS = {"replicated/", "sharded/", "batched/"}
 """Folders of torchsnapshot, beside those of its ranks."""
@@ -149,7 +109,6 @@ _READABLE = re.compile(r"(?!training_args\.bin).*\.(safetensors|pt|pth|bin|ckpt)
 _BELOW = (
     ({"snapshots/", "blobs/"}, "a model in Hugging Face's cache", "snapshots/"),
     ({"model_index.json"}, "a pipeline of diffusers", ""),
-    ({"weights/", "context/"}, "a checkpoint of NeMo", "weights/"),
 )
 """Folders whose subfolders can be opened."""
 
@@ -161,17 +120,13 @@ class UnknownFormatError(UnsupportedFormatError):
 def refuse_file(place: URL, name: str, head: bytes) -> UnsupportedFormatError:
     """Return the error for a file that is not read, from its name and first bytes."""
     where = place.join(name)
-    if found := _first(_FORMATS, [name]):
+    if found := _first(_PARTS, [name]):
         return UnsupportedFormatError(f"{where}: {found}")
-    for at, mark, text in _HEADS:
-        if head[at : at + len(mark)] == mark:
+    for mark, text in _HEADS:
+        if head.startswith(mark):
             return UnsupportedFormatError(f"{where}: {text}")
     if head[257:262] == b"ustar":
-        member = head[:100].rstrip(b"\0").decode("utf-8", "replace").rstrip("/")
-        found = _first(_TARS, [member]) or "a tar file; unpack it"
-        return UnsupportedFormatError(f"{where}: {found}")
-    if found := _first(_ENDINGS, [name]):
-        return UnsupportedFormatError(f"{where}: {found}")
+        return UnsupportedFormatError(f"{where}: a tar file; unpack it")
     what = "this file is not a checkpoint of any known format"
     if head.lstrip()[:1] in (b"{", b"["):
         what = (
@@ -186,7 +141,7 @@ def refuse_file(place: URL, name: str, head: bytes) -> UnsupportedFormatError:
 
 def is_part(name: str) -> bool:
     """Return True for a file that is only a part of something, by its name."""
-    return bool(_first(_FORMATS, [name]))
+    return bool(_first(_PARTS, [name]))
 
 
 def refuse_zip(place: URL, name: str, members: Sequence[str]) -> UnsupportedFormatError:
@@ -210,12 +165,13 @@ async def refuse_folder(storage: Storage) -> SnapshotError:
         names = await storage.list(recursive=False) if storage.capabilities.list else []
     except StorageError:
         names = []
-    if text := _first_folder(_FOLDERS, names):
-        return UnsupportedFormatError(f"{where}: {text}")
+    for patterns, text in _FOLDERS:
+        if all(any(re.fullmatch(pattern, each) for each in names) for pattern in patterns):
+            return UnsupportedFormatError(f"{where}: {text}")
     missing = f"{where}: no snapshot found"
     for needed, what, below in _BELOW:
         if needed.issubset(names):
-            inside = await _list_folders(storage, below) if below != "weights/" else [below]
+            inside = await _list_folders(storage, below)
             return SnapshotNotFoundError(f"{missing}: the folder is {what}; open one of its folders: {_few(inside)}")
     steps = sorted((each for each in names if _STEP.fullmatch(each)), key=_in_order)
     if steps and _RANKS.isdisjoint(names):
@@ -229,18 +185,9 @@ async def refuse_folder(storage: Storage) -> SnapshotError:
             f"{missing}: the folder has the files {_few(files)}, which may be checkpoints by themselves; open one of "
             f"them, such as {where.join(files[-1])}"
         )
-    if text := _first_folder(_WEAK, names):
-        return UnsupportedFormatError(f"{where}: {text}")
     return SnapshotNotFoundError(
         f"{missing}, or it was never committed ({METADATA} is missing), and no readable checkpoint of another library"
     )
-
-
-def _first_folder(known: Iterable[tuple[tuple[str, ...], str]], names: Sequence[str]) -> str:
-    for patterns, text in known:
-        if all(any(re.fullmatch(pattern, each) for each in names) for pattern in patterns):
-            return text
-    return ""
 
 
 async def _list_folders(storage: Storage, below: str) -> list[str]:

@@ -34,24 +34,10 @@ NAMED = {
     "array.npy": "a NumPy array (npy)",
     "arrays.npz": "a NumPy archive (npz)",
     "compressed.npz": "a NumPy archive (npz)",
-    "numpy_folder": "a folder of NumPy arrays",
     "weights.h5": "an HDF5 file",
-    "model.keras": "a model of Keras",
     "model.weights.h5": "an HDF5 file",
-    "model.onnx": "a program in ONNX",
-    "model.tflite": "a program of TensorFlow Lite",
-    "zarr2": "a zarr store",
-    "zarr3": "a zarr store",
     "model.joblib": "a bare pickle",
     "sklearn.pkl": "a bare pickle",
-    "old.pkl": "a bare pickle",
-    "flax": "Flax's parameters",
-    "flax/flax_model.msgpack": "Flax's parameters",
-    "tf_checkpoint": "a checkpoint of TensorFlow",
-    "tf_checkpoint/ckpt-1.index": "a part of a TensorFlow checkpoint",
-    "tf_saved_model": "a SavedModel of TensorFlow",
-    "ppo.zip": "a model of Stable-Baselines3",
-    "package.pt": "a package of torch.package",
     "program.pt2": "a program of torch.export",
     "script.pt": "a TorchScript program",
     "torch/torch-1.0.1.pt": "a bare pickle, as written by torch.save before torch 1.6",
@@ -132,7 +118,6 @@ FOUND = {
     "megatron": (["iter_0000010/x", "latest_checkpointed_iteration.txt"], "the steps iter_0000010;"),
     "cache": (["snapshots/abc/x", "blobs/y"], "is a model in Hugging Face's cache; open .*: snapshots/abc"),
     "diffusers": (["model_index.json", "unet/x", "vae/x"], "is a pipeline of diffusers; open .*: unet, vae"),
-    "nemo": (["weights/x", "context/x"], "is a checkpoint of NeMo; open one of its folders: weights"),
 }
 """Folders whose subfolders or files can be opened. An object store has no empty folders."""
 
@@ -151,10 +136,6 @@ UNREAD = {
     "optimizer": (["zero_pp_rank_0_mp_rank_00_optim_states.pt"], "a part of a checkpoint of DeepSpeed"),
     "zarr": (["metadata.json", "common.pt", "model.w/.zarray"], "Megatron-core in zarr"),
     "llama": (["consolidated.00.pth", "consolidated.01.pth", "params.json"], "parts of one of Meta's models"),
-    "paddle": (["model.pdparams"], "a checkpoint of PaddlePaddle"),
-    "packed nemo": (["model.nemo"], "a model of NeMo"),
-    "coreml": (["model.mlpackage/x"], "a program"),
-    "pickles": (["model.pkl"], "a folder of pickles"),
 }
 """Folders that are recognised by names alone, as these libraries document them."""
 
@@ -185,13 +166,9 @@ HEADS = {
     "page.bin": (b"<!DOCTYPE html><html>", "an HTML page"),
     "x.pt.gz": (b"\x1f\x8b\x08", "compressed as a whole"),
     "x.zst": (b"\x28\xb5\x2f\xfd\x00", "compressed as a whole"),
-    "x.pte": (b"\x10\0\0\0ET12\0", "a program of ExecuTorch"),
-    "x.parquet": (b"PAR1\x15\x04", "a Parquet table"),
+    "x.tar": (b"a.txt".ljust(257, b"\0") + b"ustar", "a tar file; unpack it"),
     ".metadata": (b"\x80\x02}.", "a part of a DCP checkpoint; open its folder"),
     ".snapshot_metadata": (b'{"format":', "the manifest of a snapshot; open its folder"),
-    "ckpt.data-00000-of-00001": (b"PK\3\4", "a part of a TensorFlow checkpoint"),
-    "x.nemo": (b"./model_config.yaml".ljust(257, b"\0") + b"ustar", "a model of NeMo"),
-    "old.tar": (b"sys_info".ljust(257, b"\0") + b"ustar", r"a tar file of torch\.save before torch 0\.2"),
 }
 
 
