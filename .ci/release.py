@@ -51,15 +51,21 @@ SENTENCES = {
         "In a checkout,\n`pip install -e .` installs the library. This line",
         "`pip install snapshot-torch`\ninstalls the library. In a checkout, this line",
     ),
-    "docs/getting-started.md": (
+    "docs/start/getting-started.md": (
         "Install from a checkout:\n\n    pip install -e .\n",
         "Install the package:\n\n    pip install snapshot-torch\n",
     ),
-    "docs/storage.md": ("Run these lines in a checkout of the library. The extra", "The extra"),
-    "docs/troubleshooting.md": ("In a checkout, `pip install -e '.[s3]'`", "`pip install 'snapshot-torch[s3]'`"),
-    "docs/from-lightning.md": (" in a\ncheckout.", "."),
-    "docs/interop.md": ("`pip install -e '.[zstd]'` in a checkout", "`pip install 'snapshot-torch[zstd]'`"),
-    "docs/cli/completion.md": ("`pip install -e '.[cli]'` in a checkout.", "`pip install 'snapshot-torch[cli]'`."),
+    "docs/storage/index.md": ("Run these lines in a checkout of the library. The extra", "The extra"),
+    "docs/guides/troubleshooting.md": ("In a checkout, `pip install -e '.[s3]'`", "`pip install 'snapshot-torch[s3]'`"),
+    "docs/migrate/from-lightning.md": (" in a\ncheckout.", "."),
+    "docs/integrations/interop.md": (
+        "`pip install -e '.[zstd]'` in a checkout",
+        "`pip install 'snapshot-torch[zstd]'`",
+    ),
+    "docs/reference/cli/completion.md": (
+        "`pip install -e '.[cli]'` in a checkout.",
+        "`pip install 'snapshot-torch[cli]'`.",
+    ),
 }
 """Sentences that mention a checkout, and what they say once the package is published."""
 COMMAND = re.compile(r"pip install -e '\.\[(\w+)\]'")

@@ -48,7 +48,33 @@ def hide_constructors(app, what, name, obj, options, signature, returned):
     return None
 
 
+FORMER = {"start": "", "guides": "", "integrations": "", "migrate": "", "reference/cli": "cli/"}
+FORMER |= {"internals/decisions": "decisions/"}
+"""Folders of pages, and where these pages were."""
+FORMER_PAGES = {"storage/index": "storage", "extending": "plugins"}
+FORMER_PAGES |= {f"reference/{page}": page for page in ("security", "reliability")}
+
+
+def forward_old_addresses(app, exception):
+    """Let the address that a page had lead to it, with the section that a link names."""
+    if exception is not None or app.builder.format != "html":
+        return
+    for page in app.env.found_docs:
+        folder, _, name = page.rpartition("/")
+        former = FORMER_PAGES.get(page, FORMER[folder] + name if folder in FORMER else None)
+        if former is None:
+            continue
+        to = "../" * former.count("/") + page + ".html"
+        stub = (app.outdir / former).with_suffix(".html")
+        stub.parent.mkdir(exist_ok=True)
+        stub.write_text(
+            f'<!doctype html><meta charset="utf-8"><title>Moved</title><link rel="canonical" href="{to}">'
+            f'<script>location.replace("{to}" + location.hash)</script><p>This page is <a href="{to}">here</a> now.</p>'
+        )
+
+
 def setup(app):
+    app.connect("build-finished", forward_old_addresses)
     app.connect("autodoc-process-signature", hide_constructors)
     app.connect("autodoc-process-docstring", hide_colons, priority=400)  # napoleon is at 500
     app.connect("autodoc-process-docstring", show_colons, priority=600)

@@ -2,7 +2,7 @@
 
 python docs/record_terminal.py docs/_static/terminal.svg
 
-The commands run in a folder that holds the snapshots of the script in docs/cli/index.md.
+The commands run in a folder that holds the snapshots of the script in docs/reference/cli/index.md.
 """
 
 import os

@@ -91,7 +91,7 @@ class Snapshot:
         allow_pickle: Unpickle objects that torch's `weights_only` refuses. A pickle can run any code, so use this
             only for trusted snapshots.
         key: An Ed25519 public key: the path of a PEM file, or a key object of `cryptography`. Every byte that this
-            object reads must then have the key's signature. See docs/signatures.md.
+            object reads must then have the key's signature. See docs/guides/signatures.md.
 
     >>> from snapshot import Snapshot, StateDict
     >>> progress = StateDict(step=3)
@@ -184,7 +184,7 @@ class Snapshot:
             base: An earlier snapshot. Its files whose tensors are unchanged are shared instead of written, if the
                 storage can. Each snapshot remains complete: any of them can be deleted or copied. With a list of two
                 bases, the newest first, the newest two snapshots always have separate physical copies. See
-                docs/incremental.md.
+                docs/guides/incremental.md.
             progress: True for a progress bar, or a function that is called with `Progress`.
             timeout: Seconds without a heartbeat after which another rank counts as dead.
             options: All other choices: `durable`, `exclude`, `compression`, ... See [](TakeOptions).
@@ -544,7 +544,7 @@ class Snapshot:
     ) -> VerifyReport:
         """Sign the committed snapshot. Every byte is read once, compared with its digest, and hashed with SHA-256.
 
-        A snapshot has one signature: signing it again replaces it. See docs/signatures.md.
+        A snapshot has one signature: signing it again replaces it. See docs/guides/signatures.md.
 
         Args:
             key: An Ed25519 private key: the path of a PEM file, or a key object of the package `cryptography`.

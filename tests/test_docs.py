@@ -26,18 +26,18 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [
     "README.md",
-    "docs/getting-started.md",
-    "docs/recipes.md",
-    "docs/async.md",
-    "docs/changed-run.md",
-    "docs/manager.md",
-    "docs/interop.md",
-    "docs/publish.md",
-    "docs/storage.md",
-    "docs/plugins.md",
-    "docs/performance.md",
-    "docs/troubleshooting.md",
-    "docs/from-torch-save.md",
+    "docs/start/getting-started.md",
+    "docs/guides/recipes.md",
+    "docs/guides/async.md",
+    "docs/guides/changed-run.md",
+    "docs/guides/manager.md",
+    "docs/integrations/interop.md",
+    "docs/guides/publish.md",
+    "docs/storage/index.md",
+    "docs/extending.md",
+    "docs/guides/performance.md",
+    "docs/guides/troubleshooting.md",
+    "docs/migrate/from-torch-save.md",
 ]
 WIDEST = 88
 """Columns of a code block. Pages that show the output of commands or the file format are exempt."""
@@ -113,8 +113,8 @@ def test_docs_tutorial_runs_against_a_server(
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", moto.key)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", moto.secret)
     monkeypatch.setenv("AWS_DEFAULT_REGION", moto.region)
-    run_page("docs/tutorial.md", tmp_path, monkeypatch, lambda: capfd.readouterr().out)
-    assert len(outputs("docs/tutorial.md")) == 5
+    run_page("docs/start/tutorial.md", tmp_path, monkeypatch, lambda: capfd.readouterr().out)
+    assert len(outputs("docs/start/tutorial.md")) == 5
 
 
 def test_docstrings_of_snapshot_have_examples() -> None:
@@ -188,7 +188,7 @@ def test_docs_reference_lists_the_exceptions_of_every_method(name: str) -> None:
 
 
 def test_docs_troubleshooting_names_every_error() -> None:
-    text = (DOCS / "troubleshooting.md").read_text()
+    text = (DOCS / "guides/troubleshooting.md").read_text()
     errors = importlib.import_module("snapshot.errors")
     names = [
         name for name, value in vars(errors).items() if inspect.isclass(value) and value.__module__ == errors.__name__
@@ -206,7 +206,7 @@ def test_docs_code_lines_fit_the_page_width() -> None:
     pages = [
         page
         for page in ("README.md", *(str(path.relative_to(ROOT)) for path in DOCS.rglob("*.md")))
-        if page not in WIDE and not page.startswith("docs/cli/") and "_build" not in page
+        if page not in WIDE and not page.startswith("docs/reference/cli/") and "_build" not in page
     ]
     assert [
         f"{page}:{begin + number}: {len(line)}"
@@ -229,9 +229,9 @@ def test_docs_broken_links_finds_missing_pages_and_anchors(tmp_path: Path) -> No
     ("page", "text", "is_true"),
     [
         ("format.md", "A file is closed at 4 GiB of data", lambda: layout.LARGEST_FILE == 4 << 30),
-        ("distributed.md", "Data files have at most 4 GiB", lambda: layout.LARGEST_FILE == 4 << 30),
+        ("guides/distributed.md", "Data files have at most 4 GiB", lambda: layout.LARGEST_FILE == 4 << 30),
         ("format.md", "at most 100,000 entries", lambda: document.IN_ONE == 100_000),
-        ("publish.md", "256 MiB of others", lambda: shares.GROUP == shares.DELTA_SHARD == 256 << 20),
+        ("guides/publish.md", "256 MiB of others", lambda: shares.GROUP == shares.DELTA_SHARD == 256 << 20),
         (
             "troubleshooting.md",
             "replaced after 15 seconds",

@@ -85,7 +85,7 @@ def test_release_switch_makes_docs_name_the_published_package(tmp_path):
         (tmp_path / name).write_text(text)
     if not is_published:
         changed = release.switch(tmp_path)
-        assert {"README.md", "docs/getting-started.md", "docs/storage.md"} <= set(changed)
+        assert {"README.md", "docs/start/getting-started.md", "docs/storage/index.md"} <= set(changed)
     with pytest.raises(release.ReleaseError, match="name the published package already"):
         release.switch(tmp_path)
     assert "`pip install snapshot-torch`" in (tmp_path / "README.md").read_text()
@@ -95,8 +95,8 @@ def test_release_switch_makes_docs_name_the_published_package(tmp_path):
 
 def test_release_switch_with_an_unknown_text_changes_no_page(tmp_path):
     shutil.copy(ROOT / "README.md", tmp_path)
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs/storage.md").write_text("Another sentence.")
+    (tmp_path / "docs/storage").mkdir(parents=True)
+    (tmp_path / "docs/storage/index.md").write_text("Another sentence.")
     with pytest.raises(release.ReleaseError, match=r"docs/storage\.md: must have the text"):
         release.switch(tmp_path)
     assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text()

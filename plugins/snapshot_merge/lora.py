@@ -471,7 +471,8 @@ def merge_lora(
 ) -> ConvertReport:
     """Add a LoRA of PEFT to the weights of its base model, within the memory budget.
 
-    The result has the structure of the base model. docs/weights.md describes the arithmetic, and what is refused.
+    The result has the structure of the base model. docs/guides/weights.md describes the arithmetic, and what is
+    refused.
 
     Args:
         base: The base model: the path of anything that `Snapshot` opens, or a `Snapshot`.

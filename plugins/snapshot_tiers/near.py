@@ -23,7 +23,7 @@ _KEEP = KeepLatest(2)
 class Near:
     """For `SnapshotManager(near=...)`: takes are committed in a folder of each host, and uploaded in the background.
 
-    See docs/tiers.md.
+    See docs/guides/tiers.md.
 
     Args:
         folder: A folder of each host, on a local disk or in memory (`/dev/shm/run`).

@@ -68,7 +68,7 @@ class SnapshotManager:
             whenever no take is running (`"continuous"`).
         incremental: Share files whose tensors are unchanged with earlier steps, so that two physical copies remain.
         near: A folder of each host, or `Near(folder, ...)` with more choices. Takes are committed there, and the host's
-            uploader copies them to `root`, the far root. See docs/tiers.md.
+            uploader copies them to `root`, the far root. See docs/guides/tiers.md.
         on_error: `"raise"`; or `"warn"`: a failed take is logged, and training continues, for up to two failures in a
             row. `Tolerate(failures)` says after how many failures in a row a take raises.
         on_exception: Called with the exception that leaves `with manager:`. It returns a step and an app state to

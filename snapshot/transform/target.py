@@ -100,7 +100,7 @@ class Target:
             `"torch_checkpointing"`: a folder that its manager loads on any number of ranks. By default, the suffix
             decides: `.safetensors`, `.pt`, `.pth` or `.gguf`; without a suffix, a snapshot is written.
         overwrite: Replace an existing checkpoint. An existing snapshot stays whole until the new one is committed.
-        compression: `"zstd"`: compress the data files of a snapshot. See docs/compression.md.
+        compression: `"zstd"`: compress the data files of a snapshot. See docs/guides/compression.md.
         durable: Return only when the result survives a loss of power.
         shard_bytes: The maximum size of each file if there are several.
         format_options: Options of one format, which choose `to`, such as those of GGUF and PEFT.

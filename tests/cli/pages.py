@@ -19,7 +19,7 @@ from pathlib import Path
 
 from snapshot.cli import main
 
-PAGES = Path(__file__).parents[2] / "docs" / "cli"
+PAGES = Path(__file__).parents[2] / "docs/reference/cli"
 HOME = "/home/me"
 """Where the pages say that they are."""
 MACHINES = {"attempts", "bench", "doctor", "ui", "upload"}

@@ -45,7 +45,7 @@ def test_cli_help_of_each_verb_has_examples_and_a_docs_page(name, capsys, monkey
     assert f"snapshot {name} " in out
     described = out.partition("\n\n")[2].partition("examples:")[0]
     assert max(map(len, described.splitlines())) <= 80
-    assert (ROOT / "docs" / "cli" / f"{name}.md").read_text().startswith(f"# snapshot {name}\n")
+    assert (ROOT / "docs/reference/cli" / f"{name}.md").read_text().startswith(f"# snapshot {name}\n")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "completion"])  # which has no URL

@@ -1,4 +1,4 @@
-"""The table of formats in docs/interop.md: each cell is tried with a checkpoint that the format's own tools wrote."""
+"""The table of formats in docs/integrations/interop.md: each cell is tried with a file of the format's own tools."""
 
 import itertools
 import json
@@ -20,7 +20,7 @@ from tests.plugins.snapshot_gguf.gguf_files import file_of
 from tests.plugins.snapshot_megatron.megatron_legacy_folders import _write_trained
 
 TESTS = Path(__file__).parents[1]
-PAGE = TESTS.parent / "docs" / "interop.md"
+PAGE = TESTS.parent / "docs/integrations/interop.md"
 COUNT = itertools.count()
 
 

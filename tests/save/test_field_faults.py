@@ -17,7 +17,7 @@ from snapshot import events as happening
 from tests.helpers.arguments import for_take
 from tests.helpers.faulty import Cached
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guards.md"
+GUIDE = Path(__file__).parents[2] / "docs/guides/guards.md"
 
 
 class Training:

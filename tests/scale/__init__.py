@@ -1,1 +1,1 @@
-"""Hundreds of real ranks on one machine: `python -m tests.scale`. See docs/distributed.md for figures."""
+"""Hundreds of real ranks on one machine: `python -m tests.scale`. See docs/guides/distributed.md for figures."""

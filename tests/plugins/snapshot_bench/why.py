@@ -1,4 +1,4 @@
-"""What other libraries do about a flipped bit, a kill, a loss of power and a hostile pickle: the table in docs/why.md.
+"""Other libraries with a flipped bit, a kill, a loss of power and a hostile pickle: the table in docs/start/why.md.
 
 Each library saves and loads in a process of its own, with its defaults. That process is
 `python -m tests.plugins.snapshot_bench.why SYSTEM VERB PATH`.

@@ -1,4 +1,4 @@
-"""The requests of each call on S3, as docs/performance.md has them."""
+"""The requests of each call on S3, as docs/guides/performance.md has them."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.helpers.storage_calls import PATIENT, use
 
 pytestmark = pytest.mark.servers
 
-PAGE = Path(__file__).parents[3] / "docs" / "performance.md"
+PAGE = Path(__file__).parents[3] / "docs/guides/performance.md"
 
 
 def documented():

@@ -18,7 +18,7 @@ def content(nbytes):
 
 
 def plain_root(data):
-    """The root as docs/signatures.md describes it, without this library's code."""
+    """The root as docs/guides/signatures.md describes it, without this library's code."""
     leaves = b"".join(
         hashlib.sha256(b"snapshot leaf\0" + data[begin : begin + LEAF]).digest() for begin in range(0, len(data), LEAF)
     )

@@ -1,4 +1,4 @@
-"""torchtune's real recipe for full fine-tuning, with the script of docs/with-torchtune.md, on one CPU rank.
+"""torchtune's real recipe for full fine-tuning, by the script of docs/integrations/with-torchtune.md, on one CPU rank.
 
 python on_torchtune_recipe.py FOLDER [resume_from_checkpoint=True]
 """
@@ -23,7 +23,7 @@ from torchtune import training  # noqa: E402
 from torchtune.models.convert_weights import tune_to_hf  # noqa: E402
 from torchtune.models.llama3_2 import llama3_2  # noqa: E402
 
-PAGE = Path(__file__).parents[3] / "docs" / "with-torchtune.md"
+PAGE = Path(__file__).parents[3] / "docs/integrations/with-torchtune.md"
 SIZES = {"vocab_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32, "max_seq_len": 32}
 CONFIG = """
 output_dir: {folder}/out
