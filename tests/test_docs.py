@@ -233,7 +233,7 @@ def test_docs_broken_links_finds_missing_pages_and_anchors(tmp_path: Path) -> No
         ("format.md", "at most 100,000 entries", lambda: document.IN_ONE == 100_000),
         ("guides/publish.md", "256 MiB of others", lambda: shares.GROUP == shares.DELTA_SHARD == 256 << 20),
         (
-            "troubleshooting.md",
+            "guides/troubleshooting.md",
             "replaced after 15 seconds",
             lambda: control.SILENT * (control.PERIOD + control.PING) == 15,
         ),

@@ -97,7 +97,7 @@ def test_release_switch_with_an_unknown_text_changes_no_page(tmp_path):
     shutil.copy(ROOT / "README.md", tmp_path)
     (tmp_path / "docs/storage").mkdir(parents=True)
     (tmp_path / "docs/storage/index.md").write_text("Another sentence.")
-    with pytest.raises(release.ReleaseError, match=r"docs/storage\.md: must have the text"):
+    with pytest.raises(release.ReleaseError, match=r"docs/storage/index\.md: must have the text"):
         release.switch(tmp_path)
     assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text()
 
