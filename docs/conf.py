@@ -51,7 +51,7 @@ def hide_constructors(app, what, name, obj, options, signature, returned):
 FORMER = {"start": "", "guides": "", "integrations": "", "migrate": "", "reference/cli": "cli/"}
 FORMER |= {"internals/decisions": "decisions/"}
 """Folders of pages, and where these pages were."""
-FORMER_PAGES = {"storage/index": "storage", "extending": "plugins"}
+FORMER_PAGES = {"storage/index": "storage", "storage/plugins": "plugins"}
 FORMER_PAGES |= {f"reference/{page}": page for page in ("security", "reliability")}
 
 

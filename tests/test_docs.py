@@ -34,7 +34,7 @@ PAGES = [
     "docs/integrations/interop.md",
     "docs/guides/publish.md",
     "docs/storage/index.md",
-    "docs/extending.md",
+    "docs/storage/plugins.md",
     "docs/guides/performance.md",
     "docs/guides/troubleshooting.md",
     "docs/migrate/from-torch-save.md",

@@ -3,7 +3,9 @@
 import asyncio
 import json
 import logging
+import re
 from itertools import product
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -286,3 +288,15 @@ def test_take_without_the_health_package_is_not_guarded_and_options_name_it(tmp_
     finally:
         observers._installed.cache_clear()
     assert json.loads((tmp_path / "s" / ".snapshot_metadata").read_bytes())["world_size"] == 1
+
+
+def test_observer_of_the_docs_adds_to_the_metadata(tmp_path, install):
+    page = (Path(__file__).parents[2] / "docs/extending.md").read_text()
+    (code,) = re.findall(r"```python\n(# my_package/observer.py\n.*?)```", page, re.DOTALL)
+    install("snapshot.takes", "counter = tiny:COUNTER", module=code)
+    observers._installed.cache_clear()
+    try:
+        taken = Snapshot.take(tmp_path / "s", state())
+    finally:
+        observers._installed.cache_clear()
+    assert taken.metadata.metadata == {"leaves": 2}
