@@ -294,6 +294,12 @@ def test_modules_have_at_most_900_lines():
     assert long == {}
 
 
+def test_floors_in_the_docs_are_these():
+    text = (ROOT / "docs" / "design.md").read_text()
+    lines = [line.strip() for line in FLOORS.strip().splitlines()]
+    assert "\n".join(f"    {line}" for line in ["plugins", *reversed(lines)]) in text
+
+
 def test_design_md_places_exist():
     """A place such as `loading/open.py: expect_files` in docs/design.md is in that file."""
     text = (ROOT / "docs" / "design.md").read_text().partition("## The rooms")[0]
