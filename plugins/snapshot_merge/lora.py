@@ -41,7 +41,7 @@ from snapshot.transform.sources import CheckpointSource, LeafReads, reads_ranges
 from snapshot.transform.target import Selection, Target
 from snapshot_merge import peft
 from snapshot_merge.merging import expect_mergeable, key_of, open_origins, spellings
-from snapshot_merge.mixing import MixedSource, Piece, Run
+from snapshot_merge.mixing import InputRun, MixedSource, Piece
 from snapshot_merge.peft import AdapterPair, LoraConfig
 
 # The plan: the change of each tensor of the base.
@@ -272,21 +272,23 @@ class LoraSource(MixedSource):
     def is_mixed(self, leaf: int) -> bool:
         return self._changes[leaf] is not None
 
-    def inputs_of(self, piece: Piece) -> list[Run]:
+    def inputs_of(self, piece: Piece) -> list[InputRun]:
         change = self._changes[piece.leaf]
-        none = Run(0, 0, 1)
+        none = InputRun(0, 0, 1)
         if not isinstance(change, Product):
             assert change is not None
-            return [none, none, none, Run(piece.first, piece.count, ITEMSIZE[change.dtype]), none]
+            return [none, none, none, InputRun(piece.first, piece.count, ITEMSIZE[change.dtype]), none]
         first, last = self._rows(piece, change)
         last, itemsize = min(last, change.rows), ITEMSIZE[change.left.dtype]
         start = change.start
         return [
-            none if start is not None else Run(piece.first, piece.count, ITEMSIZE[self._dtypes[piece.leaf]]),
-            Run(first * change.rank, (last - first) * change.rank, itemsize),
-            Run(0, change.rank * change.columns, itemsize),
-            none if start is None else Run(piece.first, piece.count, ITEMSIZE[start.dtype]),
-            none if change.magnitude is None else Run(0, change.magnitude.shape[0], ITEMSIZE[change.magnitude.dtype]),
+            none if start is not None else InputRun(piece.first, piece.count, ITEMSIZE[self._dtypes[piece.leaf]]),
+            InputRun(first * change.rank, (last - first) * change.rank, itemsize),
+            InputRun(0, change.rank * change.columns, itemsize),
+            none if start is None else InputRun(piece.first, piece.count, ITEMSIZE[start.dtype]),
+            none
+            if change.magnitude is None
+            else InputRun(0, change.magnitude.shape[0], ITEMSIZE[change.magnitude.dtype]),
         ]
 
     def _begin(self, piece: Piece) -> int:

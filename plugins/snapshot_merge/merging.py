@@ -46,7 +46,7 @@ from snapshot.transform.convert import expect_writable, write_checkpoint
 from snapshot.transform.diff_bytes import Pair, compare_pairs
 from snapshot.transform.sources import CheckpointSource, LeafReads, reads_ranges
 from snapshot.transform.target import Selection, Target
-from snapshot_merge.mixing import MixedSource, Piece, Run
+from snapshot_merge.mixing import InputRun, MixedSource, Piece
 
 # Arithmetic of a merge: tensors of several checkpoints become one, element by element, in order of the checkpoints.
 
@@ -346,10 +346,10 @@ class MergeSource(MixedSource):
     def is_mixed(self, leaf: int) -> bool:
         return self._groups[leaf] is not None
 
-    def inputs_of(self, piece: Piece) -> list[Run]:
+    def inputs_of(self, piece: Piece) -> list[InputRun]:
         group = self._groups[piece.leaf]
         assert group is not None
-        return [Run(piece.first, piece.count, ITEMSIZE[entry.dtype]) for entry in group.entries]
+        return [InputRun(piece.first, piece.count, ITEMSIZE[entry.dtype]) for entry in group.entries]
 
     def mix(self, piece: Piece, held: Sequence[torch.Tensor], target: torch.Tensor) -> None:
         group = self._groups[piece.leaf]

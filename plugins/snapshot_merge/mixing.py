@@ -40,7 +40,7 @@ class Piece(msgspec.Struct, gc=False):
     at: int
 
 
-class Run(NamedTuple):
+class InputRun(NamedTuple):
     """Elements of a source that a piece needs. There may be none."""
 
     first: int
@@ -80,7 +80,7 @@ class MixedSource(CheckpointSource, ABC):
         """Return True if a leaf is mixed. All other leaves are read from the checkpoint."""
 
     @abstractmethod
-    def inputs_of(self, piece: Piece) -> Sequence[Run]:
+    def inputs_of(self, piece: Piece) -> Sequence[InputRun]:
         """Return the elements of each source that a piece needs."""
 
     @abstractmethod
@@ -209,6 +209,6 @@ def _work_all(
         work(piece, [scratch.tensor[place] for place in held])
 
 
-def _measure(runs: Sequence[Run]) -> int:
+def _measure(runs: Sequence[InputRun]) -> int:
     """Return the memory of a piece's inputs."""
     return sum(run.nbytes + _ALIGNED for run in runs)

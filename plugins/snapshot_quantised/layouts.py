@@ -35,7 +35,7 @@ _AT_ONCE = 32 << 10
 _ALIGNED = 16
 
 
-class Run(NamedTuple):
+class StoredRun(NamedTuple):
     """A run of elements of a stored tensor."""
 
     entry: TensorEntry
@@ -48,10 +48,10 @@ class Run(NamedTuple):
         return -(-self.length * ITEMSIZE[self.entry.dtype] // _ALIGNED) * _ALIGNED
 
 
-def _run_of_blocks(entry: TensorEntry, begin: int, end: int, size: int) -> Run:
+def _run_of_blocks(entry: TensorEntry, begin: int, end: int, size: int) -> StoredRun:
     """Return the run with an element for each block of `size` elements of another tensor."""
     first = begin // size
-    return Run(entry, first, -(-end // size) - first)
+    return StoredRun(entry, first, -(-end // size) - first)
 
 
 def _spread(values: torch.Tensor, number: int, begin: int, end: int, size: int) -> torch.Tensor:
@@ -71,7 +71,7 @@ class _Held:
         self._slot = slot
         self._used = 0
 
-    async def read(self, *runs: Run) -> torch.Tensor:
+    async def read(self, *runs: StoredRun) -> torch.Tensor:
         """Read runs of one tensor, and return their elements."""
         begin, dtype = self._used, runs[0].entry.dtype
         for run in runs:
@@ -159,8 +159,8 @@ class EightBit(Quantised):
     def stored(self) -> Sequence[TensorEntry]:
         return self.weight, self.largest
 
-    def _runs(self, begin: int, end: int) -> tuple[Run, Run]:
-        return Run(self.weight, begin, end - begin), _run_of_blocks(self.largest, begin, end, self.shape[1])
+    def _runs(self, begin: int, end: int) -> tuple[StoredRun, StoredRun]:
+        return StoredRun(self.weight, begin, end - begin), _run_of_blocks(self.largest, begin, end, self.shape[1])
 
     def end_of_step(self, begin: int, most: int) -> int:
         return begin + max(1, most // 5)  # a row may have one element
@@ -206,7 +206,7 @@ class FourBit(Quantised):
     def stored(self) -> Sequence[TensorEntry]:
         return self.weight, self.factors, *([] if self.nested is None else [self.nested.factors])
 
-    def _runs(self, begin: int, end: int) -> list[Run]:
+    def _runs(self, begin: int, end: int) -> list[StoredRun]:
         bytes_ = msgspec.structs.replace(self.weight, dtype="uint8")
         runs = [_run_of_blocks(bytes_, begin, end, 2), _run_of_blocks(self.factors, begin, end, self.block)]
         if self.nested is not None:
@@ -313,12 +313,12 @@ class Grouped(Quantised):
         left = (begin - first * columns) // self.per_word * self.per_word
         return _Area(first, last, left, end - first * columns)
 
-    def _run(self, entry: TensorEntry, row: int, area: _Area, columns: int, rows: int = 1) -> Run:
+    def _run(self, entry: TensorEntry, row: int, area: _Area, columns: int, rows: int = 1) -> StoredRun:
         """Return the part of an area in rows of a tensor, whose elements are for some columns each."""
         left, right = area.left // columns, -(-area.right // columns)
-        return Run(entry, row * entry.shape[1] + left, (rows - 1) * entry.shape[1] + right - left)
+        return StoredRun(entry, row * entry.shape[1] + left, (rows - 1) * entry.shape[1] + right - left)
 
-    def _words(self, area: _Area) -> Run:
+    def _words(self, area: _Area) -> StoredRun:
         if self.groups is None:
             return self._run(self.words, area.first, area, self.per_word, area.last - area.first)
         first = area.first // self.per_word
@@ -329,7 +329,7 @@ class Grouped(Quantised):
         if self.groups is None:
             groups = torch.arange(area.first, area.last) // (self.shape[0] // self.scales.shape[0])
         else:
-            groups = await held.read(Run(self.groups, area.first, area.last - area.first))
+            groups = await held.read(StoredRun(self.groups, area.first, area.last - area.first))
             lowest, highest = int(groups.min()), int(groups.max())
             if lowest < 0 or highest >= self.scales.shape[0]:
                 raise CorruptSnapshotError(

@@ -32,7 +32,7 @@ from snapshot.testing.conformance import aligned
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class StorageCall:
     """One call of a storage or a writer, before it runs."""
 
     name: str
@@ -71,7 +71,7 @@ class Tap(ABC):
     """Receiver of every operation of its storages. It may be on several storages, and is called from any loop."""
 
     @abstractmethod
-    async def before(self, operation: Operation) -> Damage | None:
+    async def before(self, operation: StorageCall) -> Damage | None:
         """Act before an operation runs: wait, raise, or return the damage to its bytes."""
 
 
@@ -79,13 +79,13 @@ class Log(Tap):
     """Records operations in order, whether they succeed or not."""
 
     def __init__(self) -> None:
-        self.operations: list[Operation] = []
+        self.operations: list[StorageCall] = []
 
-    async def before(self, operation: Operation) -> None:
+    async def before(self, operation: StorageCall) -> None:
         """Record the operation."""
         self.operations.append(operation)
 
-    def of(self, name: str = "*", path: str = "*") -> list[Operation]:
+    def of(self, name: str = "*", path: str = "*") -> list[StorageCall]:
         """Return the operations whose name and path match these globs."""
         return [each for each in list(self.operations) if _matches(each, name, path)]
 
@@ -119,7 +119,7 @@ class _Chosen(Tap):
         after = max(0, self.met - self.nth + 1)
         return after if self.times is None else min(after, self.times)
 
-    def chooses(self, operation: Operation) -> bool:
+    def chooses(self, operation: StorageCall) -> bool:
         """Count an operation, and return True if it is chosen."""
         if not _matches(operation, self.on, self.path):
             return False
@@ -159,7 +159,7 @@ class Fault(_Chosen):
         if truncate and on not in ("finish", "put", "get", "commit"):
             raise ValueError(f"truncate needs on='finish', 'put', 'get' or 'commit', got {on!r}")
 
-    async def before(self, operation: Operation) -> Damage | None:
+    async def before(self, operation: StorageCall) -> Damage | None:
         """Raise or damage, if the operation is chosen."""
         if not self.chooses(operation):
             return None
@@ -184,7 +184,7 @@ class Stall(_Chosen):
         self._released = False
         self._lock = threading.Lock()
 
-    async def before(self, operation: Operation) -> None:
+    async def before(self, operation: StorageCall) -> None:
         """Wait, if the operation is chosen."""
         if not self.chooses(operation):
             return
@@ -220,7 +220,7 @@ class Stall(_Chosen):
                 loop.call_soon_threadsafe(event.set)
 
 
-def _matches(operation: Operation, name: str, path: str) -> bool:
+def _matches(operation: StorageCall, name: str, path: str) -> bool:
     return fnmatchcase(operation.name, name) and fnmatchcase(operation.path, path)
 
 
@@ -256,7 +256,7 @@ class TappedStorage(Storage):
 
     async def tap(self, name: str, path: str, offset: int = 0, nbytes: int = 0) -> list[Damage]:
         """Pass an operation to the taps, and return the damage to its bytes."""
-        operation = Operation(name, path, offset, nbytes)
+        operation = StorageCall(name, path, offset, nbytes)
         with map_exceptions(self.url.join(path)):
             return [damage for tap in self.taps if (damage := await tap.before(operation))]
 

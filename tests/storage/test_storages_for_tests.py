@@ -16,8 +16,8 @@ from snapshot.testing import (
     Damage,
     Fault,
     Log,
-    Operation,
     Stall,
+    StorageCall,
     StorageTests,
     TappedStorage,
     faulty,
@@ -118,23 +118,23 @@ def test_log_records_every_operation_in_order():
 
     asyncio.run(use())
     assert log.operations == [
-        Operation("create", "data/file", 0, 5),
-        Operation("write", "data/file", 3, 2),
-        Operation("write", "data/file", 0, 3),
-        Operation("finish", "data/file"),
-        Operation("create", "data/other", 0, 1),
-        Operation("abort", "data/other"),
-        Operation("read_into", "data/file", 1, 3),
-        Operation("put", "claim"),
-        Operation("commit", "file", 0, 3),
-        Operation("share", "shared"),
-        Operation("get", "file"),
-        Operation("stat", "file"),
-        Operation("list", "da"),
-        Operation("delete", "data/file"),
-        Operation("delete", "shared"),
-        Operation("sweep", "data/"),
-        Operation("close", ""),
+        StorageCall("create", "data/file", 0, 5),
+        StorageCall("write", "data/file", 3, 2),
+        StorageCall("write", "data/file", 0, 3),
+        StorageCall("finish", "data/file"),
+        StorageCall("create", "data/other", 0, 1),
+        StorageCall("abort", "data/other"),
+        StorageCall("read_into", "data/file", 1, 3),
+        StorageCall("put", "claim"),
+        StorageCall("commit", "file", 0, 3),
+        StorageCall("share", "shared"),
+        StorageCall("get", "file"),
+        StorageCall("stat", "file"),
+        StorageCall("list", "da"),
+        StorageCall("delete", "data/file"),
+        StorageCall("delete", "shared"),
+        StorageCall("sweep", "data/"),
+        StorageCall("close", ""),
     ]
     assert log.of("write") == log.operations[1:3]
     assert [each.name for each in log.of("[cfa]*", "data/*")] == ["create", "finish", "create", "abort"]
@@ -146,7 +146,7 @@ def test_log_records_every_operation_in_order():
 def test_recording_scheme_exists_only_inside_its_block(tmp_path):
     with recording() as log:
         asyncio.run(opened(f"recording+file://{tmp_path}").put("file", b"."))
-    assert log.of("put") == [Operation("put", "file", 0, 1)]
+    assert log.of("put") == [StorageCall("put", "file", 0, 1)]
     assert (tmp_path / "file").read_bytes() == b"."
     with pytest.raises(StorageError, match="no storage plugin"):
         opened(f"recording+file://{tmp_path}")

@@ -20,7 +20,7 @@ from typing import Any
 
 from snapshot.cli.arguments import environment
 from snapshot.errors import SnapshotError
-from snapshot.testing import Operation, Tap
+from snapshot.testing import StorageCall, Tap
 from snapshot_bench.results import align_columns
 from snapshot_bench.rounds import Workspace, alternate
 from tests.helpers.rank_pool import Died, Pool
@@ -141,7 +141,7 @@ class Link(Tap):
         self.rate = rate
         self._free = 0.0
 
-    async def before(self, operation: Operation) -> None:
+    async def before(self, operation: StorageCall) -> None:
         """Wait until the earlier bytes and these have passed."""
         if operation.name in ("write", "read_into", "put", "commit"):
             self._free = max(self._free, time.monotonic()) + operation.nbytes / self.rate
