@@ -49,8 +49,8 @@ from snapshot.text import listed
 
 MATCH_NAMES = "\n(to match other names: rename={...}; to restore only what matches: strict=False)"
 SAVE_REPLICATED = (
-    "\n(for any number of ranks, save what is equal on all of them with replicated={0}, or in a SnapshotManager with "
-    "options=TakeOptions(replicated={0}); to leave it unchanged on all ranks: RestoreOptions(exclude={0}))"
+    "\n(for any number of ranks, save what is equal on all of them with TakeOptions(replicated={0}); to leave it "
+    "unchanged on all ranks: RestoreOptions(exclude={0}))"
 )
 SKIP_SHAPES = "\n(to leave tensors of another shape unchanged: RestoreOptions(mismatched='skip'))"
 

@@ -107,13 +107,15 @@ class SnapshotManager:
         signals: Iterable[int] = STOP_SIGNALS,
         allow_pickle: bool = False,
         timeout: float | None = None,
-        take_options: TakeOptions = TAKE_OPTIONS,
-        restore_options: RestoreOptions = RESTORE_OPTIONS,
+        take_options: TakeOptions | None = None,
+        restore_options: RestoreOptions | None = None,
     ) -> None:
-        for options, kind in ((take_options, TakeOptions), (restore_options, RestoreOptions)):
-            expect_options(options, kind)
-            options.check()
-        self._take_options, self._restore_options = take_options, restore_options
+        self._take_options = TAKE_OPTIONS if take_options is None else take_options
+        self._restore_options = RESTORE_OPTIONS if restore_options is None else restore_options
+        expect_options(self._take_options, TakeOptions)
+        expect_options(self._restore_options, RestoreOptions)
+        self._take_options.check()
+        self._restore_options.check()
         self._url = URL.parse(checked_root(root))
         self._keep = checked_policy(keep)
         self._cadence = Schedule(every)

@@ -257,7 +257,7 @@ def test_ddp_optimizer_state_copies_that_differ_raise_and_the_error_names_a_reme
             assert isinstance(error, RestoreError)
             assert "first/state/0/exp_avg: belongs to rank 0 alone" in str(error)
             assert "replicated=['first']" in str(error)
-            assert "options=TakeOptions(replicated=['first'])" in str(error)
+            assert "with TakeOptions(replicated=['first'])" in str(error)
             assert "exclude=['first']" in str(error)
     fresh = four.run(_load, folder, "inner", True, ["first"])
     assert all(equal(each, fresh[0]) for each in fresh)
