@@ -18,9 +18,9 @@ _SCRIPT = """
 import sys, time
 import torch
 begin = time.perf_counter()
-from snapshot import Snapshot, StateDict
+from snapshot import Snapshot, StateDict, TakeOptions
 used = time.perf_counter()
-Snapshot.take(sys.argv[1], {"s": StateDict(x=torch.ones(1000))}, durable=False)
+Snapshot.take(sys.argv[1], {"s": StateDict(x=torch.ones(1000))}, options=TakeOptions(durable=False))
 print(used - begin, time.perf_counter() - used)
 """
 

@@ -23,6 +23,7 @@ from snapshot.interop.framework_checks import expect_overridden
 from snapshot.interop.handover import TrainableState
 from snapshot.interop.weight_digests import FOLDER, KEY, STATE_KEY, digest_state, digest_weights, put_state_digest
 from snapshot.io.loop import is_exiting, start_in_thread
+from snapshot.save.take_request import TakeOptions
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.state.rng import RNGState
 from snapshot_trainers.staged_weights import StagedWeights
@@ -68,8 +69,10 @@ class SnapshotTrainerMixin:
     Trainer wrote without the mixin are read by the Trainer.
     """
 
-    snapshot_options: ClassVar[Mapping[str, Any]] = {}
-    """More arguments of `Snapshot.take`: `{"durable": False}`."""
+    snapshot_options: ClassVar[TakeOptions] = TakeOptions()
+    """Options of the takes, such as `TakeOptions(durable=False)`."""
+    snapshot_metadata: ClassVar[Mapping[str, Any]] = {}
+    """JSON values to store in each snapshot."""
     snapshot_in_background: ClassVar[bool] = False
     """True to write while training continues, also the weights. A checkpoint is complete some time after `on_save`.
 
@@ -182,7 +185,7 @@ class SnapshotTrainerMixin:
             self._give_metadata(self._metadata_of(new) if self.args.should_save else {})
             pending.wait()
         if self.args.should_save:
-            durable = bool(self.snapshot_options.get("durable", True))
+            durable = self.snapshot_options.durable
             if durable:
                 sync_files(new)
             unmark_weights(new, durable=durable)  # before older ones are deleted
@@ -197,16 +200,17 @@ class SnapshotTrainerMixin:
         if self.args.should_save:
             put_notices(output_dir)
         self._said = digest_state(self.state)  # training changes it while the snapshot is written
-        options = {**self.snapshot_options, "metadata": self._metadata}  # the weights are written later
+        metadata: Any = self._metadata  # the weights are written later
         if not self._asynchronous:
-            options["metadata"] = self._begin_metadata(output_dir) if self.args.should_save else None
+            metadata = self._begin_metadata(output_dir) if self.args.should_save else None
         take = Snapshot.async_take if self._asynchronous else Snapshot.take
         saved = take(
             os.path.join(output_dir, FOLDER),
             {**state, "rng": RNGState()},
             replicated=[*state] if self.args.world_size > 1 else None,
             overwrite=True,
-            **options,
+            metadata=metadata,
+            options=self.snapshot_options,
         )
         self._pending = saved if isinstance(saved, PendingSnapshot) else None
 
@@ -216,9 +220,8 @@ class SnapshotTrainerMixin:
         return read() if is_exiting() else start_in_thread(read, "snapshot-io-weights")
 
     def _metadata_of(self, checkpoint: str) -> dict[str, Any]:
-        """Return the metadata of the options, and the digests of the state and the weights, whose files are whole."""
-        given = self.snapshot_options.get("metadata") or {}
-        kept = {name: each for name, each in given.items() if name not in (KEY, STATE_KEY)}
+        """Return the metadata of the user, and the digests of the state and the weights, whose files are whole."""
+        kept = {name: each for name, each in self.snapshot_metadata.items() if name not in (KEY, STATE_KEY)}
         return {**kept, **self._said, **digest_weights(checkpoint)}
 
     def _give_metadata(self, found: Mapping[str, Any] | SnapshotError) -> None:
@@ -235,7 +238,7 @@ class SnapshotTrainerMixin:
     def _wait_for_snapshot(self) -> None:
         """Wait until a checkpoint that is written in the background is complete. Raise on all ranks if it failed."""
         if self._finished is not None or self._pending is not None:
-            with call_of("save", None, ranks=True, timeout=self.snapshot_options.get("timeout")) as exchange:
+            with call_of("save", None, ranks=True, timeout=self.snapshot_options.timeout) as exchange:
                 self._end_writes()
                 exchange.agree(True, all, bool, bool)
 

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = """
 import os, resource, sys, threading
 import torch
-from snapshot import Snapshot, SnapshotError, StateDict
+from snapshot import Snapshot, SnapshotError, StateDict, TakeOptions
 
 which, folder = sys.argv[1:]
 size = 40_000_000 if which == "memory" else 1_000_000
@@ -37,10 +37,11 @@ elif which == "memory":
 elif which == "file size":
     limit(resource.RLIMIT_FSIZE, 100_000)
 
+PROCESS = TakeOptions(worker="process")
 verbs = {
     "take": lambda name: Snapshot.take(f"{folder}/{name}", state),
     "async_take": lambda name: Snapshot.async_take(f"{folder}/{name}", state).wait(),
-    "process": lambda name: Snapshot.async_take(f"{folder}/{name}", state, worker="process").wait(),
+    "process": lambda name: Snapshot.async_take(f"{folder}/{name}", state, options=PROCESS).wait(),
 }
 if which == "memory":
     verbs.pop("take")  # which needs none

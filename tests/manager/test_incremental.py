@@ -217,5 +217,5 @@ def test_incremental_second_copy_with_omitted_tensors_keeps_its_base(tmp_path):
     for step in manager.steps():
         run.frozen[0].weight.data.zero_()
         base = manager.snapshot(1)
-        manager.snapshot(step).restore(state, base=base)
+        manager.snapshot(step).restore(state, options=RestoreOptions(base=base))
         assert run.frozen[0].weight.any()

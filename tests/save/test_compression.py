@@ -338,13 +338,13 @@ def test_compression_without_zstandard_raises_missing_extra_error(tmp_path):
         import sys
         sys.modules["zstandard"] = None
         import torch
-        from snapshot import Snapshot, StateDict, Target
+        from snapshot import Snapshot, StateDict, TakeOptions, Target
         from snapshot.errors import MissingExtraError
         app = {{"s": StateDict(x=torch.ones(3))}}
         Snapshot.take({str(tmp_path / "raw")!r}, app)
         for call in (
-            lambda: Snapshot.take({str(tmp_path / "s")!r}, app, compression="zstd"),
-            lambda: Snapshot.async_take({str(tmp_path / "s")!r}, app, compression="auto"),
+            lambda: Snapshot.take({str(tmp_path / "s")!r}, app, options=TakeOptions(compression="zstd")),
+            lambda: Snapshot.async_take({str(tmp_path / "s")!r}, app, options=TakeOptions(compression="auto")),
             lambda: Snapshot({str(tmp_path / "raw")!r}).copy(Target({str(tmp_path / "s")!r}, compression="zstd")),
             lambda: Snapshot({str(tmp_path / "z")!r}).restore(app),
         ):
@@ -364,8 +364,7 @@ def test_compression_without_zstandard_raises_missing_extra_error(tmp_path):
 IN_A_BUDGET = """
 import sys
 import torch
-from snapshot import Snapshot, StateDict, Target
-from tests.helpers.arguments import for_restore, for_take
+from snapshot import RestoreOptions, Snapshot, StateDict, TakeOptions, Target
 
 MiB = 1 << 20
 
@@ -383,11 +382,11 @@ def resident():
 folder, budget = sys.argv[1], int(sys.argv[2]) * MiB
 app = {"s": StateDict({str(n): torch.randn(32 * MiB // 4) for n in range(4)})}
 warm = {"s": StateDict(x=torch.randn(MiB))}
-Snapshot.take(f"{folder}/warm", warm, compression="zstd", memory_budget_bytes=MiB)
-Snapshot(f"{folder}/warm").restore(warm, memory_budget_bytes=MiB)
+Snapshot.take(f"{folder}/warm", warm, options=TakeOptions(compression="zstd", memory_budget_bytes=MiB))
+Snapshot(f"{folder}/warm").restore(warm, options=RestoreOptions(memory_budget_bytes=MiB))
 for work in (
-    lambda: Snapshot.take(f"{folder}/s", app, compression="zstd", memory_budget_bytes=budget),
-    lambda: Snapshot(f"{folder}/s").restore(app, memory_budget_bytes=budget),
+    lambda: Snapshot.take(f"{folder}/s", app, options=TakeOptions(compression="zstd", memory_budget_bytes=budget)),
+    lambda: Snapshot(f"{folder}/s").restore(app, options=RestoreOptions(memory_budget_bytes=budget)),
     lambda: Snapshot(f"{folder}/s").verify(memory_budget_bytes=budget),
     lambda: Snapshot(f"{folder}/s").copy(Target(f"{folder}/t", compression="zstd"), memory_budget_bytes=budget),
 ):

@@ -636,7 +636,7 @@ def test_overlapped_staging_in_several_threads(tmp_path):
 
 SCRIPT = """
 import os, sys, torch
-from snapshot import Snapshot, StateDict
+from snapshot import Snapshot, StateDict, TakeOptions
 from snapshot.testing import stalling
 torch.set_num_threads(1)
 model = torch.nn.Sequential(*(torch.nn.Linear(500, 500) for _ in range(8)))
@@ -645,11 +645,12 @@ model(torch.ones(2, 500)).sum().backward()
 optimizer.step()
 torch.save(model.state_dict(), sys.argv[2])
 app = {"model": model, "optim": optimizer}
+OVERLAPPED = TakeOptions(staging="overlapped", memory_budget_bytes=4 << 20)
 """
 
 
 def test_overlapped_staging_without_wait_is_finished_at_exit(tmp_path, warm):
-    script = SCRIPT + "Snapshot.async_take(sys.argv[1], app, staging='overlapped', memory_budget_bytes=4 << 20)"
+    script = SCRIPT + "Snapshot.async_take(sys.argv[1], app, options=OVERLAPPED)"
     warm.run(script, tmp_path / "s", tmp_path / "p")
     assert Snapshot(tmp_path / "s").verify()
     assert equal(dict(Snapshot(tmp_path / "s").get_state_dict_for_key("model")), dict(torch.load(tmp_path / "p")))
@@ -661,7 +662,7 @@ def test_overlapped_staging_of_the_parent_does_not_block_a_forked_child(tmp_path
         + """
 with stalling(on="write", times=None) as stall:
     pending = Snapshot.async_take(
-        "stalling+file://" + sys.argv[1], app, staging="overlapped", memory_budget_bytes=2 << 20
+        "stalling+file://" + sys.argv[1], app, options=OVERLAPPED
     )
     child = os.fork()
     if child == 0:
@@ -683,8 +684,7 @@ def test_overlapped_staging_memory_stays_within_memory_budget_bytes(tmp_path, wa
     """Also where one tensor is larger than it."""
     script = f"""
 import os, sys, threading, torch
-from snapshot import Snapshot, StateDict
-from tests.helpers.arguments import for_take
+from snapshot import Snapshot, StateDict, TakeOptions
 torch.set_num_threads(1)
 model = torch.nn.Module()
 model.one = torch.nn.Parameter(torch.ones(32 << 20))
@@ -702,7 +702,9 @@ thread = threading.Thread(target=watch)
 thread.start()
 for staging in ("blocking", "overlapped"):
     pending = Snapshot.async_take(
-        f"{{sys.argv[1]}}-{{staging}}", app, staging=staging, memory_budget_bytes={budget} << 20, durable=False
+        f"{{sys.argv[1]}}-{{staging}}",
+        app,
+        options=TakeOptions(staging=staging, memory_budget_bytes={budget} << 20, durable=False),
     )
     pending.wait()
 over.set()

@@ -7,16 +7,16 @@ import sys
 def test_soak_interrupts_at_random_moments_leave_the_old_or_the_new_snapshot(tmp_path):
     script = f"""
 import os, random, signal, threading, torch
-from snapshot import Snapshot, SnapshotError, StateDict
+from snapshot import Snapshot, SnapshotError, StateDict, TakeOptions
 path = {str(tmp_path / "s")!r}
 state = lambda v: {{"s": StateDict(x=torch.full((1000,), float(v)))}}
-Snapshot.take(path, state(0), durable=False)
+Snapshot.take(path, state(0), options=TakeOptions(durable=False))
 random.seed(1)
 for i in range(300):
     timer = threading.Timer(random.uniform(0, 0.006), os.kill, (os.getpid(), signal.SIGINT))
     try:
         timer.start()
-        Snapshot.take(path, state(i), overwrite=True, durable=False)
+        Snapshot.take(path, state(i), overwrite=True, options=TakeOptions(durable=False))
         timer.join()
     except (KeyboardInterrupt, SnapshotError):
         pass

@@ -58,12 +58,12 @@ def test_other_platforms_emulated_pass_the_test_suites(platform, tmp_path):
 def test_other_platforms_features_that_need_linux_say_so(platform):
     program = """
 import os, signal
-from snapshot import Snapshot, SnapshotError, SnapshotManager, StateDict
+from snapshot import Snapshot, SnapshotError, SnapshotManager, StateDict, TakeOptions
 from snapshot_publish import Subscriber
 import snapshot.cli.doctor, snapshot_publish.subscriber, snapshot_tiers.join, snapshot_worker.client
 for what, call in {
     "near": lambda: SnapshotManager("run", near="near"),
-    "worker": lambda: Snapshot.async_take("step", {"s": StateDict(a=1)}, worker="process"),
+    "worker": lambda: Snapshot.async_take("step", {"s": StateDict(a=1)}, options=TakeOptions(worker="process")),
     "Subscriber": lambda: Subscriber("store", "local"),
 }.items():
     try:

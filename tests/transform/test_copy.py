@@ -212,7 +212,6 @@ import os, signal, sys
 from snapshot import Snapshot, Target
 from snapshot.testing.storages import tapped
 from snapshot.testing.storages import Tap
-from tests.helpers.arguments import for_take
 
 class Kill(Tap):
     async def before(self, operation):

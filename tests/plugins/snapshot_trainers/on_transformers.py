@@ -34,7 +34,7 @@ with warnings.catch_warnings():
     from transformers.trainer_utils import rotate_checkpoints
     from transformers.utils import logging
 
-from snapshot import Snapshot, SnapshotError, SnapshotNotFoundError
+from snapshot import Snapshot, SnapshotError, SnapshotNotFoundError, TakeOptions
 from snapshot.__main__ import main
 from snapshot.distributed.group import ranks_of
 from snapshot.interop.weight_digests import FOLDER, KEY, STATE, STATE_DIGEST, STATE_KEY, compare_weights, digest_weights
@@ -317,7 +317,7 @@ def test_trainer_damaged_checkpoint_does_not_count_for_save_total_limit(tmp_path
 
 def test_trainer_snapshot_options_metadata_does_not_replace_digests(tmp_path):
     class Same(example.SnapshotTrainer):
-        snapshot_options = {"metadata": {KEY: {"a": 1}, STATE_KEY: 1, "by": "a test"}}  # noqa: RUF012
+        snapshot_metadata = {KEY: {"a": 1}, STATE_KEY: 1, "by": "a test"}  # noqa: RUF012
 
     example.train(tmp_path, stop_at=2, kind=Same)
     found = metadata_of(tmp_path / "checkpoint-2")
@@ -380,7 +380,8 @@ def test_trainer_digests_cover_files_in_subfolders_and_missing_files(tmp_path):
 
 def test_trainer_snapshot_options_are_passed_to_take(tmp_path):
     class Noted(example.SnapshotTrainer):
-        snapshot_options = {"durable": False, "metadata": {"by": "a test"}}  # noqa: RUF012
+        snapshot_options = TakeOptions(durable=False, read_back=True)
+        snapshot_metadata = {"by": "a test"}  # noqa: RUF012
 
     example.train(tmp_path, stop_at=2, kind=Noted)
     assert Snapshot(tmp_path / "checkpoint-2" / FOLDER).metadata.metadata["by"] == "a test"
@@ -523,7 +524,7 @@ def test_trainer_save_total_limit_deletes_after_the_new_checkpoint_is_synced(tmp
         sync_files(new)
 
     class Durable(kind):
-        snapshot_options = {}  # noqa: RUF012
+        snapshot_options = TakeOptions()
 
         def __init__(self, model, arguments, **options):
             arguments.save_total_limit = 1
@@ -622,7 +623,7 @@ def test_trainer_mark_is_removed_durably_before_old_checkpoints(tmp_path, monkey
         real(path)
 
     class Durable(One):
-        snapshot_options = {}  # noqa: RUF012
+        snapshot_options = TakeOptions()
 
     def delete(new, *arguments):
         assert flushed[-1] == (os.path.basename(new), False)
@@ -835,7 +836,7 @@ def test_trainer_background_unwritten_weights_make_the_checkpoint_incomplete(tmp
 @pytest.mark.parametrize("durable", [True, False])
 def test_trainer_background_syncs_all_files_before_old_checkpoints_are_deleted(tmp_path, monkeypatch, durable):
     class Noted(Background):
-        snapshot_options = {"durable": durable}  # noqa: RUF012
+        snapshot_options = TakeOptions(durable=durable)
 
     def sync(path):
         assert (tmp_path / Path(path).parent / MARK).exists()

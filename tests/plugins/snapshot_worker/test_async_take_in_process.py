@@ -200,16 +200,15 @@ SCRIPT = """
 import sys
 sys.path.insert(0, sys.argv[1])  # not in the environment: the process must be told
 import torch
-from snapshot import Snapshot, StateDict
+from snapshot import Snapshot, StateDict, TakeOptions
 from snapshot_worker.client import writer_process
 
 print("main", flush=True)
 from tests.helpers.held_storage import HeldStorage
 from snapshot.io.registry import register
-from tests.helpers.arguments import for_take
 
 register("held", HeldStorage)
-Snapshot.async_take(sys.argv[2], {"s": StateDict(t=torch.ones(5_000_000))}, worker="process")
+Snapshot.async_take(sys.argv[2], {"s": StateDict(t=torch.ones(5_000_000))}, options=TakeOptions(worker="process"))
 print(writer_process().pid, flush=True)
 if sys.argv[3] == "stay":
     sys.stdin.read()
