@@ -71,13 +71,13 @@ class Format:
     writes: str = ""
     """The value of `Target(to=...)` for this format."""
     plan: str = ""
-    """`def plan(export: Export, request: Request) -> Plan`, for what it writes."""
+    """`def plan(export: Export, request: ExportRequest) -> ExportPlan`, for what it writes."""
     one_file: bool = False
     """True if it always writes one file."""
     suffixes: tuple[str, ...] = ()
     """Suffixes such as `".pt"`. A name with one of them stands for this format, and for one file."""
     prepare: str = ""
-    """`def prepare(operation, target)`, which returns what `Request.prepared` is."""
+    """`def prepare(operation, target)`, which returns what `ExportRequest.prepared` is."""
     choose_map: str = ""
     """`def choose_map(prepared, manifest) -> TensorMap | None`, for a conversion without a map; beside `prepare`."""
     options: str = ""
@@ -186,6 +186,11 @@ def formats() -> tuple[Format, ...]:
     return _listed().own + _listed().others
 
 
+def is_own(made: Format) -> bool:
+    """Return True for a format of this library or of its plugins."""
+    return made in _listed().own
+
+
 def _claims_of(made: Format) -> list[str]:
     """Return what only one format may have, as in a message."""
     return [
@@ -246,7 +251,9 @@ async def _ask_other(made: Format, folder: SearchedFolder) -> ForeignDocument | 
     except SnapshotError:
         raise
     except Exception as error:  # noqa: BLE001 - other formats may know the folder
-        log.warning("%s: the format %s of %s failed: %r", folder.url, made.name, _owner(made), error)
+        log.warning(
+            "%s: the format %s of %s failed: %r", folder.url, made.name, _owner(made), error, exc_info=error
+        )
         return None
 
 

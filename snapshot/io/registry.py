@@ -117,6 +117,8 @@ def _load(point: EntryPoint, url: URL) -> type[Storage]:
         raise StorageError(str(error)) from error.__cause__
     if not (isinstance(loaded, type) and issubclass(loaded, Storage)):
         raise StorageError(f"{url}: the entry point {point.name} = {point.value} must name a subclass of Storage")
+    if lacking := sorted(getattr(loaded, "__abstractmethods__", ())):
+        raise StorageError(f"{url}: {point.value} of {extensions.owner_of(point)} lacks {', '.join(lacking)}")
     return loaded
 
 

@@ -1,4 +1,4 @@
-"""Replication: which values all ranks have, and which rank writes each.
+"""Replication: which values all ranks have. `rank_share.py` decides which rank writes each.
 
 Candidates are values that match the globs, values that `DistributedDataParallel` keeps equal, and small values with
 equal bits. The optimizer's state of a parameter under `DistributedDataParallel` is a candidate if the digests of its

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from snapshot.distributed.operation import Operation
-from snapshot.formats import registry
+from snapshot.formats import dcp_notice, hugging_face, registry
 from snapshot.formats.registry import SNAPSHOT
 from snapshot.io.loop import run
 from snapshot.io.url import URL, Location
 from snapshot.loading.mapping import map_checkpoint
 from snapshot.loading.open import Opened, expect_files
+from snapshot.manifest.document import METADATA
 from snapshot.manifest.entries import AnyTensor
 from snapshot.reports import ConvertReport
 from snapshot.transform.call import (
@@ -44,6 +45,10 @@ def expect_writable(target: Target, sources: Sequence[URL]) -> None:
         raise ValueError(f"{url}: the destination is the source; convert to another path")
 
 
+FOUND_FIRST = (METADATA, dcp_notice.METADATA, hugging_face.INDEX, hugging_face.ALONE)
+"""Files of the formats that are asked before those of other packages, whose checkpoint they would hide."""
+
+
 def write_checkpoint(
     operation: Operation,
     opened: Opened,
@@ -74,6 +79,10 @@ def write_checkpoint(
         plan: ExportPlan = registry.resolve(written, written.plan)(
             export, ExportRequest(operation, opened, target, name, prepared, made)
         )
+        if not registry.is_own(written):
+            plan.expect_filled()
+            if name is None:
+                plan.others = (*plan.others, *FOUND_FIRST)
         overwrite = target.overwrite
         work = export.write(
             plan, made, operation.meter, overwrite=overwrite, exchange=exchange, make_source=make_source

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -13,7 +13,7 @@ import torch
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.operation import Operation
-from snapshot.errors import RestoreError, UnsupportedFormatError
+from snapshot.errors import RestoreError, SnapshotError, UnsupportedFormatError
 from snapshot.formats import torch_save
 from snapshot.formats.foreign import find_root, narrow_root
 from snapshot.formats.torch_save import VALUE
@@ -106,6 +106,22 @@ class ExportPlan(msgspec.Struct):
         self.leaves.append(Leaf(name, self.nothing, dtype, shape, nbytes))
         self.origins.append(origin)
         return len(self.leaves) - 1
+
+    def expect_filled(self) -> None:
+        """Raise `SnapshotError` if a file has gaps, or a tensor that does not begin at a multiple of its elements."""
+        for name, file in self.files:
+            end = len(file.header)
+            for extent in file.extents:
+                leaf = self.leaves[extent.leaf]
+                what = f"the format {self.kind}: {name}: the extent of {leaf.path}"
+                if extent.begin != end:
+                    raise SnapshotError(f"{what} must begin at {end}, where the one before ends, got {extent.begin}")
+                if extent.begin % ITEMSIZE[leaf.dtype]:
+                    size = ITEMSIZE[leaf.dtype]
+                    raise SnapshotError(f"{what} must begin at a multiple of {size}, got {extent.begin}")
+                end = extent.end
+            if end != file.size:
+                raise SnapshotError(f"the format {self.kind}: {name}: the size must be {end}, got {file.size}")
 
     def digest(self) -> str:
         """Return a digest of the files' headers, and of the name, type and place of each leaf in them."""
@@ -209,12 +225,17 @@ class Export:
 
     # Tensors by name: safetensors, GGUF
 
-    def add_named(self, plan: ExportPlan, tensors: Sequence[tuple[str, str, e.AnyTensor, str]]) -> None:
-        """Add the leaves of a file of safetensors: name, path, entry and dtype."""
-        refused = [f"{path}: {dtype}" for _, path, _, dtype in tensors if dtype not in SAFETENSORS]
+    def add_named(
+        self,
+        plan: ExportPlan,
+        tensors: Sequence[tuple[str, str, e.AnyTensor, str]],
+        dtypes: Collection[str] = SAFETENSORS,
+    ) -> None:
+        """Add the leaves of a file of tensors: name, path, entry and dtype. `dtypes`: those that the format has."""
+        refused = [f"{path}: {dtype}" for _, path, _, dtype in tensors if dtype not in dtypes]
         if refused:
             raise UnsupportedFormatError(
-                f"{self.source.url}: safetensors does not support these dtypes; cast or exclude them:{listed(refused)}"
+                f"{self.source.url}: {plan.kind} does not support these dtypes; cast or exclude them:{listed(refused)}"
             )
         for name, _, entry, dtype in tensors:
             plan.leaf(name, dtype, tuple(entry.shape), entry)

@@ -52,6 +52,22 @@ WRITTEN = Format(
     "mine", 85, "tiny:describe_folder", r".*\\.mine", "tiny:describe_file", (b"MINE",),
     writes="mine", plan="tiny:plan", one_file=True, suffixes=(".mine",),
 )
+def plan_badly(export, request):
+    made = plan(export, request)
+    name, file = made.files[0]
+    extent = file.extents[0]
+    by = Moved.by
+    extents = (Extent(0, extent.begin + by, extent.end + by),)
+    made.files[0] = (name, FilePlan(b"MINE", extents, file.size + by + Moved.more))
+    return made
+
+class Moved:
+    by, more = 0, 0
+
+BADLY = Format(
+    "mine", 85, "tiny:describe_folder", r".*\\.mine", "tiny:describe_file", (b"MINE",),
+    writes="mine", plan="tiny:plan_badly", one_file=True, suffixes=(".mine",),
+)
 TORCH = Format("first", 0, writes="torch", plan="tiny:plan")
 SUFFIX = Format("second", 0, writes="second", plan="tiny:plan", suffixes=(".pth",))
 METHOD = Format("third", 0, view="tiny:view", methods=("gptq",))
@@ -133,6 +149,29 @@ def test_format_of_another_package_is_written_by_its_name_and_its_suffix(install
         assert snapshot.load(tmp_path / name)["x"].tolist() == [0, 1, 2]
     with pytest.raises(ValueError, match=r"the suffix must be one of .*\.mine, \.pt, .*, got '\.yours'"):
         taken.convert(tmp_path / "d.yours")
+
+
+@pytest.mark.parametrize(
+    ("by", "more", "error"),
+    [(4, 0, "must begin at 4, where the one before ends, got 8"), (0, 3, "the size must be 16, got 19")],
+)
+def test_format_of_another_package_that_plans_gaps_is_an_error(install, tmp_path, by, more, error):
+    """What was in memory before would be in the gaps."""
+    install("snapshot.formats", "mine = tiny:BADLY", module=MODULE)
+    taken = Snapshot.take(tmp_path / "s", {"s": StateDict(x=torch.arange(3.0))})
+    import tiny
+
+    tiny.Moved.by, tiny.Moved.more = by, more
+    with pytest.raises(SnapshotError, match=f"the format mine: a.mine: .*{error}"):
+        taken.convert(tmp_path / "a.mine")
+    assert not (tmp_path / "a.mine").exists()
+
+
+def test_format_of_another_package_that_plans_unaligned_elements_is_an_error(install, tmp_path):
+    install("snapshot.formats", "mine = tiny:WRITTEN", module=MODULE)
+    taken = Snapshot.take(tmp_path / "s", {"s": StateDict(x=torch.arange(3.0, dtype=torch.float64))})
+    with pytest.raises(SnapshotError, match="the extent of x must begin at a multiple of 8, got 4"):
+        taken.convert(tmp_path / "a.mine")
 
 
 def test_format_of_another_package_has_nothing_that_a_format_of_this_library_has(install, tmp_path, caplog):

@@ -9,9 +9,12 @@ from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats.foreign import make_document
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import TensorEntry
+from snapshot.manifest.paths import encode_component
 from snapshot.plan.layout import Extent, FilePlan
 from snapshot.transform.export import ExportPlan
 
+DTYPES = {np.dtype(code).name for code in "?bBhHiIlLefdFD"}
+"""The dtypes that NumPy and torch have."""
 HEADER = 4096
 """More bytes than the header of an array has."""
 
@@ -35,7 +38,7 @@ async def _describe(storage, sizes):
     for name, size in sizes.items():
         head = bytearray(min(size, HEADER))
         await storage.read_into(name, 0, [memoryview(head)])
-        path = quote(unquote(name.removesuffix(".npy")), safe="")  # a component of a path has no slash
+        path = encode_component(unquote(name.removesuffix(".npy")))
         manifest[f"0/{path}"] = _entry(storage.url.join(name), name, bytes(head), size)
         heads += bytes(head)
     files = {name: ForeignFile(size) for name, size in sizes.items()}
@@ -62,14 +65,11 @@ def _entry(where, name, head, size):
 def plan(export, request):
     """Plan one file for each tensor. The library reads, casts and writes the bytes."""
     made = ExportPlan("npy")
-    export.add_named(made, list(export.named_tensors(made)))
+    export.add_named(made, list(export.named_tensors(made)), DTYPES)
     for number, leaf in enumerate(made.leaves):
-        try:
-            dtype = np.dtype(leaf.dtype)
-        except TypeError as error:
-            raise UnsupportedFormatError(f"{leaf.path}: NumPy has no {leaf.dtype}; convert with dtype=") from error
         header = io.BytesIO()
-        described = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": leaf.shape}
+        dtype = np.lib.format.dtype_to_descr(np.dtype(leaf.dtype))
+        described = {"descr": dtype, "fortran_order": False, "shape": leaf.shape}
         np.lib.format.write_array_header_1_0(header, described)
         begin = len(header.getvalue())
         end = begin + leaf.nbytes

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import snapshot
-from snapshot import CorruptSnapshotError, Snapshot, StateDict, Target
+from snapshot import CorruptSnapshotError, Snapshot, SnapshotExistsError, StateDict, Target
 from snapshot.errors import UnsupportedFormatError
 
 
@@ -20,11 +20,11 @@ def test_arrays_that_numpy_wrote_are_read(tmp_path):
 
 
 def test_written_arrays_are_those_that_numpy_reads(tmp_path):
-    state = {"model": StateDict({"a/b": torch.randn(3, 4), "c": torch.tensor(2.5), "empty": torch.zeros(0)})}
+    state = {"model": StateDict({"a/b: c%": torch.randn(3, 4), "c": torch.tensor(2.5), "empty": torch.zeros(0)})}
     taken = Snapshot.take(tmp_path / "s", state)
     for _ in range(2):  # the second one replaces the first
         taken.convert(Target(tmp_path / "arrays", "npy", overwrite=True))
-    assert torch.equal(torch.from_numpy(np.load(tmp_path / "arrays/a%2Fb.npy")), state["model"]["a/b"])
+    assert torch.equal(torch.from_numpy(np.load(tmp_path / "arrays/a%2Fb%3A%20c%25.npy")), state["model"]["a/b: c%"])
     assert np.load(tmp_path / "arrays/c.npy") == 2.5
     assert not Snapshot.diff(taken, tmp_path / "arrays", rename={"model/*": "*"})
 
@@ -49,6 +49,13 @@ def test_a_cut_array_is_corrupt(tmp_path):
 
 def test_a_dtype_that_numpy_lacks_is_refused(tmp_path):
     taken = Snapshot.take(tmp_path / "s", {"model": StateDict(w=torch.zeros(2, dtype=torch.bfloat16))})
-    with pytest.raises(UnsupportedFormatError, match="NumPy has no bfloat16"):
+    with pytest.raises(UnsupportedFormatError, match=r"npy does not support these dtypes.*\n.*bfloat16"):
         taken.convert(Target(tmp_path / "arrays", "npy"))
     assert not (tmp_path / "arrays").exists()
+
+
+def test_a_checkpoint_that_would_hide_the_arrays_is_not_written_over(tmp_path):
+    taken = Snapshot.take(tmp_path / "s", {"model": StateDict(w=torch.ones(2))})
+    Snapshot.take(tmp_path / "arrays", {"model": StateDict(w=torch.zeros(2))})
+    with pytest.raises(SnapshotExistsError, match="belongs to a checkpoint of another format"):
+        taken.convert(Target(tmp_path / "arrays", "npy", overwrite=True))
