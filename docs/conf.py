@@ -52,6 +52,7 @@ FORMER = {"start": "", "guides": "", "integrations": "", "migrate": "", "referen
 FORMER |= {"internals/decisions": "decisions/"}
 """Folders of pages, and where these pages were."""
 FORMER_PAGES = {"storage/index": "storage", "storage/plugins": "plugins"}
+FORMER_PAGES |= {"reference/settings": "reference/options"}
 FORMER_PAGES |= {f"reference/{page}": page for page in ("security", "reliability")}
 
 

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
         SnapshotNotFoundError,
         StorageError,
     )
-    from snapshot.loading.choose import RestoreOptions
+    from snapshot.loading.restore_options import RestoreOptions
     from snapshot.manager.manager import SnapshotManager
     from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest
     from snapshot.manager.takes import Tolerate
     from snapshot.maps.tensor_map import TensorMap
-    from snapshot.save.take_request import TakeOptions
+    from snapshot.save.take_options import TakeOptions
     from snapshot.snapshot import PendingSnapshot, Snapshot
     from snapshot.state.model_state import ModelState
     from snapshot.state.rng import RNGState
@@ -69,7 +69,7 @@ _MODULES = {
         "SnapshotNotFoundError",
         "StorageError",
     ),
-    "snapshot.loading.choose": ("RestoreOptions",),
+    "snapshot.loading.restore_options": ("RestoreOptions",),
     "snapshot.manager.manager": ("SnapshotManager",),
     "snapshot.manager.takes": ("Tolerate",),
     "snapshot.manager.policies": (
@@ -79,7 +79,7 @@ _MODULES = {
         "KeepLatest",
     ),
     "snapshot.maps.tensor_map": ("TensorMap",),
-    "snapshot.save.take_request": ("TakeOptions",),
+    "snapshot.save.take_options": ("TakeOptions",),
     "snapshot.snapshot": ("PendingSnapshot", "Snapshot"),
     "snapshot.state.model_state": ("ModelState",),
     "snapshot.state.rng": ("RNGState",),

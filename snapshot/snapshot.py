@@ -15,12 +15,12 @@ from snapshot.events import emit
 from snapshot.io.loop import run
 from snapshot.io.session import Key, Seal, Session, signer_of
 from snapshot.io.url import URL, Location, expect_mapping, locate_source
-from snapshot.loading.choose import RESTORE_OPTIONS, Accept, RestoreOptions, Unused
 from snapshot.loading.left_out import attach_base
 from snapshot.loading.mapping import dequantise_weights, map_checkpoint
 from snapshot.loading.open import KnownManifest, checkpoint_exists, open_restore
 from snapshot.loading.read_object import read_object, read_state_dict
 from snapshot.loading.restore import Restore
+from snapshot.loading.restore_options import RESTORE_OPTIONS, Accept, RestoreOptions, Unused
 from snapshot.manifest.document import SnapshotMetadata, copy_manifest
 from snapshot.manifest.values import Entry
 from snapshot.options import expect_options, with_given, with_options
@@ -32,7 +32,7 @@ from snapshot.reports import ConvertReport, CopyReport, Diff, RestoreReport, Tak
 from snapshot.save.observers import GROUP, HEALTH
 from snapshot.save.step_barrier import wait_for_copies
 from snapshot.save.take import AppState, StartedTake, plan_take, run_take, shown_once, start_take
-from snapshot.save.take_request import (
+from snapshot.save.take_options import (
     BaseArgument,
     TakeCall,
     TakeOptions,

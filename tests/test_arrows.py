@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = """
     decoding errors extensions progress reports saved text
-    events io options tensors
+    events io options settings tensors
     distributed manifest maps plan state testing
     formats loading storages
     save transform

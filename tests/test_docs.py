@@ -148,7 +148,7 @@ def test_docs_toctree_shows_the_titles_of_pages() -> None:
 
 
 def test_docs_reference_has_every_setting_and_error() -> None:
-    assert "snapshot.options.Settings" in (DOCS / "reference/options.md").read_text()
+    assert "snapshot.settings.Settings" in (DOCS / "reference/settings.md").read_text()
     assert ".. automodule:: snapshot.errors" in (DOCS / "reference/errors.md").read_text()
     reference = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
     overview = (DOCS / "reference/api.md").read_text()
@@ -161,7 +161,7 @@ def test_docs_reference_has_every_setting_and_error() -> None:
 def test_docs_reference_pages_list_exceptions() -> None:
     pages = [page for page in (DOCS / "reference").glob("*.md") if "{eval-rst}" in page.read_text()]
     without = {page.stem for page in pages if "\n## Exceptions\n" not in page.read_text()}
-    assert without == {"errors", "options"}
+    assert without == {"errors", "settings"}
 
 
 @pytest.mark.parametrize("name", ["Snapshot", "PendingSnapshot", "SnapshotManager"])

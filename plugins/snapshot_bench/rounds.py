@@ -28,8 +28,8 @@ from snapshot.io.session import Session
 from snapshot.io.storage import map_exceptions
 from snapshot.io.system import file_system, hold_signals, without_new_folders
 from snapshot.io.url import URL, options_from_environment
-from snapshot.options import Settings
 from snapshot.save.reuse import OLDEST
+from snapshot.settings import Settings
 from snapshot.text import counted
 from snapshot_bench.child import Task
 from snapshot_bench.raw_io import measure_link

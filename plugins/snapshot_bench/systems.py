@@ -17,7 +17,7 @@ import torch
 
 from snapshot import RestoreOptions, Snapshot, StateDict, TakeOptions
 from snapshot.io.url import options_from_environment
-from snapshot.options import Settings
+from snapshot.settings import Settings
 from snapshot_bench.raw_io import (
     LINK_PIECE,
     StagedLane,

@@ -25,7 +25,7 @@ from snapshot.events import log
 from snapshot.interop.framework_checks import expect_version
 from snapshot.interop.objects import build_objects, change_leaves
 from snapshot.io.system import store_file
-from snapshot.save.take_request import TAKE_OPTIONS, TakeOptions
+from snapshot.save.take_options import TAKE_OPTIONS, TakeOptions
 from snapshot.saved import SavedObject, class_name
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.state.compound import find_form

@@ -32,7 +32,7 @@ from snapshot.formats.torch_save import TorchFile, TorchFiles
 from snapshot.formats.zip_archive import read_range
 from snapshot.io.aio import gather_limited
 from snapshot.io.storage import Storage
-from snapshot.manifest.compounds import DictEntry
+from snapshot.manifest.containers import DictEntry
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import TENSORS, ShardedTensorEntry, TensorEntry
 from snapshot.manifest.paths import decode_component, encode_component

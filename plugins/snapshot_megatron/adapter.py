@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import RestoreError, SnapshotError
-from snapshot.manifest.compounds import DictEntry
+from snapshot.manifest.containers import DictEntry
 from snapshot.manifest.entries import TENSORS, ObjectEntry
 from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.state.flatten import MISSING

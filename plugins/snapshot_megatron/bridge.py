@@ -24,7 +24,7 @@ import torch.distributed as dist
 from snapshot.errors import MissingExtraError, SnapshotError
 from snapshot.interop.handover import is_snapshot
 from snapshot.interop.objects import build_objects
-from snapshot.save.take_request import TAKE_OPTIONS, TakeOptions
+from snapshot.save.take_options import TAKE_OPTIONS, TakeOptions
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot_megatron.adapter import COMMON, MegatronState
 

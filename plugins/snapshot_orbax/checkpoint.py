@@ -21,7 +21,7 @@ from snapshot.formats.registry import SearchedFolder
 from snapshot.io.aio import gather_limited, in_thread
 from snapshot.io.storage import Storage
 from snapshot.io.url import URL
-from snapshot.manifest.compounds import Container, DictEntry, ListEntry, TupleEntry
+from snapshot.manifest.containers import Container, DictEntry, ListEntry, TupleEntry
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import ChunkedTensorEntry, Extra, Shard, TensorEntry
 from snapshot.manifest.paths import encode_component

@@ -26,8 +26,8 @@ from snapshot.io.url import URL
 from snapshot.manager.policies import Policy, checked_policy
 from snapshot.manifest.document import LONGEST_HEADER
 from snapshot.maps.recipe import RecipeTarget
-from snapshot.options import Settings, expect_positive
 from snapshot.pending import PendingWork
+from snapshot.settings import Settings, expect_positive
 from snapshot.tensors.digest import digest_bytes, digest_range
 from snapshot.tensors.split_zstd import load_zstd
 from snapshot.text import size_text

@@ -6,7 +6,7 @@ from snapshot.distributed.operation import Operation
 from snapshot.io.session import Key
 from snapshot.io.url import Location
 from snapshot.reports import VerifyReport
-from snapshot.save.take_request import TakeSigner
+from snapshot.save.take_options import TakeSigner
 from snapshot_signing.keys import Signer, load_key, load_signer
 from snapshot_signing.seal import KeySeal, OptionalSeal
 

@@ -34,8 +34,8 @@ from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError, SnapshotError
 from snapshot.events import Event, Labels, Metrics, Readings, add_handler, as_prometheus, log, remove_handler
 from snapshot.io.system import PerProcess, fcntl, lower_priority, resource, store_file
-from snapshot.options import Settings
 from snapshot.runs.timeline import Facts, FactsCopy
+from snapshot.settings import Settings
 from snapshot_tiers.control import (
     LOCK,
     LOG,

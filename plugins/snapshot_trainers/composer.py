@@ -24,7 +24,7 @@ from snapshot.io.url import URL
 from snapshot.manager.manager import SnapshotManager
 from snapshot.manager.policies import Policy
 from snapshot.manager.root import Root
-from snapshot.save.take_request import TAKE_OPTIONS, TakeOptions
+from snapshot.save.take_options import TAKE_OPTIONS, TakeOptions
 from snapshot.snapshot import PendingSnapshot, Snapshot
 
 try:

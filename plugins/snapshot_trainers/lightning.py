@@ -32,7 +32,7 @@ from snapshot.manager.retention import remove_unkept
 from snapshot.manager.root import Root
 from snapshot.manager.step_metadata import add_note, checked_metrics
 from snapshot.manifest.document import OWN_FORMATS
-from snapshot.save.take_request import TAKE_OPTIONS, TakeOptions
+from snapshot.save.take_options import TAKE_OPTIONS, TakeOptions
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.state.rng import RNGState
 

@@ -16,7 +16,7 @@ from snapshot.errors import SnapshotError
 from snapshot.interop.framework_checks import expect_version
 from snapshot.reports import RestoreReport
 from snapshot.save.take import AppState
-from snapshot.save.take_request import TAKE_OPTIONS, TakeOptions
+from snapshot.save.take_options import TAKE_OPTIONS, TakeOptions
 from snapshot.snapshot import PendingSnapshot, Snapshot
 
 VERSIONS = ("2",)

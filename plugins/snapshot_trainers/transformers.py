@@ -23,7 +23,7 @@ from snapshot.interop.framework_checks import expect_overridden
 from snapshot.interop.handover import TrainableState
 from snapshot.interop.weight_digests import FOLDER, KEY, STATE_KEY, digest_state, digest_weights, put_state_digest
 from snapshot.io.loop import is_exiting, start_in_thread
-from snapshot.save.take_request import TakeOptions
+from snapshot.save.take_options import TakeOptions
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.state.rng import RNGState
 from snapshot_trainers.staged_weights import StagedWeights

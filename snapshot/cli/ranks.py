@@ -23,7 +23,7 @@ from snapshot.distributed.exchange import call_of
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import SnapshotError
 from snapshot.io.url import URL
-from snapshot.options import Settings
+from snapshot.settings import Settings
 from snapshot.transform.call import open_sources
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -19,7 +19,7 @@ from snapshot.errors import RankError, SnapshotError, StorageError
 from snapshot.events import warn
 from snapshot.io.loop import in_own_thread, start_in_thread
 from snapshot.io.url import PER_HOST, URL
-from snapshot.options import Settings, expect_positive
+from snapshot.settings import Settings, expect_positive
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -13,8 +13,8 @@ from snapshot.events import emit
 from snapshot.io.loop import at_work
 from snapshot.io.session import NO_DEFAULTS, MemoryDefaults, Session
 from snapshot.io.url import URL, Location
-from snapshot.options import expect_positive
 from snapshot.progress import Meter, ProgressArgument
+from snapshot.settings import expect_positive
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

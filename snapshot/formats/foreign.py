@@ -24,7 +24,7 @@ from snapshot.errors import (
 from snapshot.formats.pickled_objects import INLINE
 from snapshot.io.storage import Buffer, FileStat, ReadOnlyStorage, Storage, check_path
 from snapshot.io.url import URL
-from snapshot.manifest.compounds import (
+from snapshot.manifest.containers import (
     Container,
     CounterEntry,
     DefaultdictEntry,

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
-from snapshot.manifest.compounds import MOST_COMPARISONS
+from snapshot.manifest.containers import MOST_COMPARISONS
 from snapshot.manifest.paths import LONGEST_INT
 from snapshot.tensors.memory import BY_NAME
 from snapshot.text import with_article

@@ -21,7 +21,7 @@ from snapshot.formats.safe_pickle import (
     expect_stored,
 )
 from snapshot.formats.zip_archive import ZipArchive
-from snapshot.manifest.compounds import NEW_SERIALIZERS, decode_object
+from snapshot.manifest.containers import NEW_SERIALIZERS, decode_object
 from snapshot.manifest.entries import ObjectEntry
 from snapshot.manifest.paths import encode_key, find_tagged_keys, key_component
 from snapshot.text import with_article

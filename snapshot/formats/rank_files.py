@@ -21,7 +21,7 @@ from snapshot.formats.to_entries import make_container
 from snapshot.formats.torch_save import FORMAT, VALUE, TorchFiles
 from snapshot.io.aio import gather_limited
 from snapshot.io.storage import Storage
-from snapshot.manifest.compounds import Container
+from snapshot.manifest.containers import Container
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import NDArrayEntry, ShardedTensorEntry, TensorEntry
 from snapshot.manifest.paths import encode_component

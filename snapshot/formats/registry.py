@@ -251,9 +251,7 @@ async def _ask_other(made: Format, folder: SearchedFolder) -> ForeignDocument | 
     except SnapshotError:
         raise
     except Exception as error:  # noqa: BLE001 - other formats may know the folder
-        log.warning(
-            "%s: the format %s of %s failed: %r", folder.url, made.name, _owner(made), error, exc_info=error
-        )
+        log.warning("%s: the format %s of %s failed: %r", folder.url, made.name, _owner(made), error, exc_info=error)
         return None
 
 

@@ -19,7 +19,7 @@ from snapshot.formats.safe_pickle import PickleLimits, evaluate_pickle, expect_s
 from snapshot.formats.zip_archive import STORED, ZipArchive
 from snapshot.manifest import entries as e
 from snapshot.manifest import values as s
-from snapshot.manifest.compounds import SEQUENCES
+from snapshot.manifest.containers import SEQUENCES
 from snapshot.manifest.paths import encode_key, encode_text, find_tagged_keys
 from snapshot.manifest.rank_view import DEEPEST
 from snapshot.state import leaves

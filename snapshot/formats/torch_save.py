@@ -26,7 +26,7 @@ from snapshot.formats.to_entries import RebuiltTensor, make_container, make_entr
 from snapshot.formats.zip_archive import MoreBytesNeeded, ZipArchive, open_archive, read_range
 from snapshot.io.storage import Storage
 from snapshot.io.system import PerProcess
-from snapshot.manifest.compounds import Container
+from snapshot.manifest.containers import Container
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import PLAIN, ObjectEntry, ShardedTensorEntry, TensorEntry
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE, contiguous_strides, measure_span

@@ -22,7 +22,7 @@ from snapshot.errors import system_limits
 from snapshot.events import log
 from snapshot.io.accelerators import on_stream, side_stream
 from snapshot.io.system import PerProcess, libc, map_memory
-from snapshot.options import Settings
+from snapshot.settings import Settings
 from snapshot.tensors.memory import address_of, populate_pages
 from snapshot.text import counted
 

@@ -29,7 +29,7 @@ from snapshot.events import log
 from snapshot.io.aio import Latch
 from snapshot.io.registry import SharedClients
 from snapshot.io.system import PerProcess
-from snapshot.options import Settings
+from snapshot.settings import Settings
 from snapshot.text import counted
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from snapshot.io.registry import open_storage, plugin_for
 from snapshot.io.storage import Context, Storage
 from snapshot.io.system import fcntl
 from snapshot.io.url import URL
-from snapshot.options import MiB, Settings, expect_positive
+from snapshot.settings import MiB, Settings, expect_positive
 
 T = TypeVar("T")
 Key = Any

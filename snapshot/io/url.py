@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote
 from snapshot.decoding import decode_yaml
 from snapshot.errors import CorruptSnapshotError
 from snapshot.io.system import WINDOWS
-from snapshot.options import Settings
+from snapshot.settings import Settings
 from snapshot.text import with_article
 
 # Storage URLs: parsed, joined with paths, and printed without secrets.

@@ -3,117 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-import torch
+from typing import Any
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.events import warn
-from snapshot.io.url import Source
 from snapshot.loading.live import Twin
 from snapshot.loading.open import Opened
 from snapshot.loading.read_object import expand_objects
-from snapshot.manifest.compounds import Container, ListEntry, OrderedDictEntry
-from snapshot.manifest.document import Document, check_tree
+from snapshot.loading.restore_options import RestoreOptions
+from snapshot.manifest.containers import Container, ListEntry, OrderedDictEntry
+from snapshot.manifest.document import check_tree
 from snapshot.manifest.entries import is_leaf
 from snapshot.manifest.paths import encode_component
 from snapshot.manifest.rank_view import RankView, group_by_key, suggest_names
-from snapshot.maps.tensor_map import TensorMap
-from snapshot.plan.names import Rename, find_unmatched, matcher
-from snapshot.progress import ProgressArgument
+from snapshot.plan.names import find_unmatched, matcher
 from snapshot.reports import RestoreIssues
 from snapshot.state.flatten import ChosenState
 from snapshot.state.model_state import find_adapter
 from snapshot.state.rng import RNGState
 from snapshot.text import counted
-
-# The arguments of a restore, as a value.
-
-Accept = Callable[[Document], None]
-"""A check of a manifest, which raises if it refuses it."""
-CASTS: dict[str, Callable[[torch.dtype, torch.dtype], bool]] = {
-    "error": lambda saved, wanted: False,
-    "same_kind": torch.can_cast,
-    "any": lambda saved, wanted: True,
-}
-"""Rules for `cast`: each returns True if a saved dtype may be cast to the wanted one."""
-
-
-Mismatched = Literal["error", "skip"]
-Cast = Literal["error", "same_kind", "any"]
-Unused = Literal["warn", "error", "ignore"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RestoreOptions:
-    """The options of a restore, for `Snapshot.restore` and `SnapshotManager.restore_latest`.
-
-    An argument of a call goes before the option of the same name. A wrong value raises `ValueError` when the restore
-    begins, on all ranks.
-
-    >>> from snapshot import RestoreOptions, Snapshot, StateDict
-    >>> progress = StateDict(step=3)
-    >>> snapshot = Snapshot.take("memory://docs/atomic", {"progress": progress})
-    >>> report = snapshot.restore({"progress": progress}, options=RestoreOptions(atomic=True))
-    """
-
-    strict: bool = True
-    """As for `Snapshot.restore`."""
-    exact: bool = False
-    """Remove the keys of a `StateDict` that the snapshot lacks; otherwise they keep their values."""
-    mismatched: Mismatched = "error"
-    """The action for a tensor of another shape: `"error"`, or `"skip"` to leave it unchanged."""
-    select: Sequence[str] = ()
-    """As for `Snapshot.restore`."""
-    exclude: Sequence[str] = ()
-    """Globs to leave out."""
-    rename: Rename | None = None
-    """As for `Snapshot.restore`."""
-    map: TensorMap | None = None
-    """Recipes that turn the snapshot's tensors into those of the application: other names, splits, stacks and
-    transpositions. All other arguments refer to the new names."""
-    cast: Cast = "error"
-    """Whether a dtype may differ: `"error"`, `"same_kind"` (as `torch.can_cast` has it) or `"any"`."""
-    verify: bool = True
-    """Verify the digest of every byte that is read."""
-    atomic: bool = False
-    """Verify every byte before any live tensor is written. This reads everything twice."""
-    memory_budget_bytes: int | None = None
-    """Host memory for reads that cannot go to their destination directly.
-
-    The default is 64 MiB for files, and 256 MiB for other storages or with a GPU.
-    """
-    read_once: Literal["auto"] | bool = "auto"
-    """Whether one rank reads replicated data and sends it to the others."""
-    base: Source | None = None
-    """The base of a snapshot that was taken with `only="trainable"`, or a copy of the base.
-
-    What the snapshot left out is read from there. Without it, that is compared with the live tensors, and any
-    difference is an error, also with `strict=False`.
-    """
-    unused: Unused = "warn"
-    """As for `Snapshot.restore`."""
-    progress: ProgressArgument = None
-    """True for a progress bar, or a function that is called with `Progress`."""
-    timeout: float | None = None
-    """Seconds without a heartbeat after which another rank counts as dead."""
-
-    def check(self) -> None:
-        """Raise `ValueError` for an invalid choice. Called when the error can be sent to the other ranks."""
-        if self.cast not in CASTS:
-            raise ValueError(f"cast must be {', '.join(map(repr, CASTS))}, got {self.cast!r}")
-        if self.read_once not in ("auto", True, False):
-            raise ValueError(f"read_once must be 'auto', True or False, got {self.read_once!r}")
-        if self.unused not in ("warn", "error", "ignore"):
-            raise ValueError(f"unused must be 'warn', 'error' or 'ignore', got {self.unused!r}")
-        if self.mismatched not in ("error", "skip"):
-            raise ValueError(f"mismatched must be 'error' or 'skip', got {self.mismatched!r}")
-
-
-RESTORE_OPTIONS = RestoreOptions()
-"""The defaults."""
 
 # Results of selection and matching, as values that are passed between the steps.
 

@@ -10,9 +10,10 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from snapshot.errors import RestoreError, SnapshotError
-from snapshot.loading.choose import CASTS, ChosenEntries, Matched, RestoreOptions
+from snapshot.loading.choose import ChosenEntries, Matched
 from snapshot.loading.live import Binding, Twin, find_tied, is_writable
 from snapshot.loading.read_plan import ReadPlan
+from snapshot.loading.restore_options import CASTS, RestoreOptions
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import check_tensor
 from snapshot.manifest.paths import encode_component

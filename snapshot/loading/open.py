@@ -55,8 +55,8 @@ from snapshot.manifest.document import (
 from snapshot.manifest.entries import needs_third_format
 from snapshot.manifest.parts import ManifestPart, decode_index, decode_part, decode_segment
 from snapshot.manifest.rank_view import has_path, is_rank
-from snapshot.options import Settings
 from snapshot.progress import unmetered
+from snapshot.settings import Settings
 from snapshot.text import listed
 
 T = TypeVar("T")

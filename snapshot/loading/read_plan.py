@@ -35,7 +35,7 @@ from snapshot.loading.read_requests import (
 )
 from snapshot.loading.reader import ReadResult, fetch_requests
 from snapshot.manifest import entries as e
-from snapshot.manifest.compounds import RANDOM, fill_generator, is_filled_by
+from snapshot.manifest.containers import RANDOM, fill_generator, is_filled_by
 from snapshot.manifest.document import Files, ForeignFile, check_range, check_tensor
 from snapshot.manifest.values import Entry, Scalar
 from snapshot.progress import Meter

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from snapshot.errors import RestoreError
 from snapshot.formats.foreign import find_root, narrow_root
-from snapshot.manifest.compounds import Container, DictEntry, ListEntry
+from snapshot.manifest.containers import Container, DictEntry, ListEntry
 from snapshot.manifest.document import Document
 from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.manifest.rank_view import RankView, group_by_key, remove_entry, rename_view, suggest_names

@@ -12,11 +12,12 @@ from snapshot.errors import CorruptSnapshotError, SnapshotError, noting
 from snapshot.events import log
 from snapshot.io.loop import run
 from snapshot.io.system import gc_paused
-from snapshot.loading.choose import RestoreOptions, in_restore_order
+from snapshot.loading.choose import in_restore_order
 from snapshot.loading.open import Opened, expect_archive_checksums, expect_files, remember_plan
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.loading.read_requests import ReadRequest
 from snapshot.loading.reader import ReadResult, fetch_requests, raise_faults
+from snapshot.loading.restore_options import RestoreOptions
 from snapshot.loading.restore_plan import RestorePlan, plan_restore, reshard_states
 from snapshot.loading.shared_reads import BroadcastReader, Ranges, agree_on_reads, share_checks, split_requests
 from snapshot.reports import Line, RestoreReport

@@ -14,7 +14,7 @@ from snapshot.distributed.exchange import Exchange
 from snapshot.errors import RestoreError, noting
 from snapshot.formats.pickled_objects import expect_no_module
 from snapshot.io.loop import run
-from snapshot.loading.choose import Chooser, ChosenEntries, Matched, RestoreOptions, in_restore_order
+from snapshot.loading.choose import Chooser, ChosenEntries, Matched, in_restore_order
 from snapshot.loading.left_out import compare_left_out
 from snapshot.loading.live import compare_twins, find_other_owner, find_read_only_memory
 from snapshot.loading.mapping import map_view
@@ -24,8 +24,9 @@ from snapshot.loading.own_copies import OwnCopies
 from snapshot.loading.read_object import expand_trees, read_tree
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.loading.renaming import below_only_key, follow_rename, match_wrappers
+from snapshot.loading.restore_options import RestoreOptions
 from snapshot.loading.shared_memory import find_shared_memory
-from snapshot.manifest.compounds import ListEntry
+from snapshot.manifest.containers import ListEntry
 from snapshot.manifest.document import IN_ONE, Document, PartEntry, find_locations
 from snapshot.manifest.entries import TENSORS, DTensorEntry, ShardedTensorEntry
 from snapshot.manifest.parts import NumberedEntries

@@ -27,8 +27,8 @@ from snapshot.events import log
 from snapshot.io.loop import run, start_in_thread
 from snapshot.manager.root import Root
 from snapshot.manager.steps import Steps
-from snapshot.options import Settings
 from snapshot.save import transaction
+from snapshot.settings import Settings
 from snapshot.snapshot import PendingSnapshot
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from snapshot.events import emit, log
 from snapshot.io.loop import LoopFuture, before_exit, run
 from snapshot.io.session import Key
 from snapshot.io.url import URL
-from snapshot.loading.choose import RESTORE_OPTIONS, RestoreOptions
+from snapshot.loading.restore_options import RESTORE_OPTIONS, RestoreOptions
 from snapshot.manager.agreement import Channels, StepBegin, agree_on, may_be_committed
 from snapshot.manager.policies import KeepBest, Policy, checked_policy, split_policy
 from snapshot.manager.restore_latest import Fallback
@@ -49,7 +49,7 @@ from snapshot.options import expect_options, with_options
 from snapshot.reports import RestoreReport, TakeReport
 from snapshot.save.findings import suspicions
 from snapshot.save.take import AppState
-from snapshot.save.take_request import TAKE_OPTIONS, TakeOptions
+from snapshot.save.take_options import TAKE_OPTIONS, TakeOptions
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.text import Duration
 

@@ -20,15 +20,15 @@ from snapshot.events import emit, log
 from snapshot.formats.foreign import UnknownFormatError
 from snapshot.io.loop import run
 from snapshot.io.session import Key, Seal, signer_of
-from snapshot.loading.choose import RestoreOptions
 from snapshot.loading.reader import TOUCHED
+from snapshot.loading.restore_options import RestoreOptions
 from snapshot.manager.root import SUSPECT, Root, StepFolders
 from snapshot.manager.step_metadata import noted_step
 from snapshot.manifest.document import Document, SnapshotMetadata
 from snapshot.options import expect_options
 from snapshot.reports import RestoreReport
 from snapshot.save.take import AppState
-from snapshot.save.take_request import seal_with
+from snapshot.save.take_options import seal_with
 from snapshot.snapshot import Snapshot
 
 DAMAGE = (CorruptSnapshotError, SnapshotNotFoundError, StorageNotFoundError, UnknownFormatError)

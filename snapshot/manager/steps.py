@@ -27,7 +27,7 @@ from snapshot.manager.takes import PendingTakes
 from snapshot.manifest.document import ManifestHead
 from snapshot.runs.timeline import RunLine
 from snapshot.save.take import AppState
-from snapshot.save.take_request import BaseArgument, TakeOptions
+from snapshot.save.take_options import BaseArgument, TakeOptions
 from snapshot.snapshot import PendingSnapshot, Snapshot
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Union
 import msgspec
 import numpy as np
 
-from snapshot.manifest.compounds import (
+from snapshot.manifest.containers import (
     MOST_COMPARISONS,
     NEW_SERIALIZERS,
     Compound,

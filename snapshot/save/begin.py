@@ -24,7 +24,7 @@ from snapshot.io.url import URL
 from snapshot.manifest.document import METADATA
 from snapshot.progress import Meter
 from snapshot.save.compression import usual_budget
-from snapshot.save.take_request import TakeRequest
+from snapshot.save.take_options import TakeRequest
 from snapshot.save.take_slots import TakeSlot, take_slots
 from snapshot.save.transaction import PathState, State, Transaction, expect_own_manifest
 

@@ -34,7 +34,7 @@ from snapshot.manifest.parts import ManifestPart, decode_part, encode_own_part
 from snapshot.plan.consensus import add_sums
 from snapshot.save.describe import RankManifest, build_document
 from snapshot.save.rank_share import FEW
-from snapshot.save.take_request import TakeSigner
+from snapshot.save.take_options import TakeSigner
 from snapshot.save.transaction import Transaction, clean_after_commit
 from snapshot.save.writer import write_small
 from snapshot.tensors.digest import Root

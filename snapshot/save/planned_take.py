@@ -44,7 +44,7 @@ from snapshot.save.observers import Observers
 from snapshot.save.rank_share import RankShare
 from snapshot.save.reuse import Unchanged, remember_unchanged
 from snapshot.save.staging import PartSource
-from snapshot.save.take_request import TakeSigner
+from snapshot.save.take_options import TakeSigner
 from snapshot.save.transaction import State, Transaction
 from snapshot.save.writer import Writer, WrittenFile, write_small
 from snapshot.tensors.digest import SIZE, FileTree, Root, count_blocks, digest_range, root_of, tree_of

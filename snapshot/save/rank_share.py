@@ -21,7 +21,7 @@ from snapshot.plan.layout import Assignment, PartitionItem, partition_items
 from snapshot.save.collect import collect_state
 from snapshot.save.leaf_digests import digest_leaves
 from snapshot.save.replication import Replication, ReplicationRules, agree_on_replicas, check_replicas, holders_of
-from snapshot.save.take_request import TakeRequest
+from snapshot.save.take_options import TakeRequest
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob, Leaf, hold_memory
 from snapshot.state.sharded import LocalPiece, Shards

@@ -47,7 +47,7 @@ from snapshot.save.begin import TakeOpening
 from snapshot.save.compression import PackedResult
 from snapshot.save.rank_share import RankShare
 from snapshot.save.staging import Stager
-from snapshot.save.take_request import TakeRequest, find_keys
+from snapshot.save.take_options import TakeRequest, find_keys
 from snapshot.save.transaction import committed_save_id
 from snapshot.save.writer import WrittenFile
 from snapshot.state.leaves import Leaf

@@ -29,7 +29,7 @@ from snapshot.save.rank_share import RankShare, collect_rank_share
 from snapshot.save.reuse import find_unchanged, group_leaves
 from snapshot.save.staging import Stager
 from snapshot.save.step_barrier import PendingCopy
-from snapshot.save.take_request import TakeCall, TakeRequest, find_sink
+from snapshot.save.take_options import TakeCall, TakeRequest, find_sink
 from snapshot.save.take_slots import take_slots
 from snapshot.save.writer import PartSink
 from snapshot.state.model_state import find_frozen

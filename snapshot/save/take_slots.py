@@ -13,7 +13,7 @@ from snapshot.io.aio import Latch
 from snapshot.io.arena import arena, available_memory
 from snapshot.io.budget import Pool
 from snapshot.io.system import PerProcess
-from snapshot.options import MiB, Settings
+from snapshot.settings import MiB, Settings
 from snapshot.text import counted
 
 

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from snapshot.manifest.compounds import NAMESPACES, SubclassEntry
+from snapshot.manifest.containers import NAMESPACES, SubclassEntry
 from snapshot.manifest.paths import encode_key
 from snapshot.saved import class_name
 from snapshot.state.sharded import Sharded

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from snapshot.errors import CorruptSnapshotError, RestoreError, SnapshotError
 from snapshot.manifest import entries as e
-from snapshot.manifest.compounds import CONFIG, NAMESPACES, SEQUENCES, encode_object
+from snapshot.manifest.containers import CONFIG, NAMESPACES, SEQUENCES, encode_object
 from snapshot.manifest.entries import Compound, Container, DictEntry
 from snapshot.manifest.paths import (
     add_parents,

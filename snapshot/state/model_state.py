@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from snapshot.errors import SnapshotError
-from snapshot.manifest.compounds import Container
+from snapshot.manifest.containers import Container
 from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.state.foreign_parts import describe_state, read_state
 from snapshot.state.leaves import Leaf

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from snapshot.errors import RestoreError
-from snapshot.manifest.compounds import DictEntry, ListEntry, OptimizerRecord, SubclassEntry
+from snapshot.manifest.containers import DictEntry, ListEntry, OptimizerRecord, SubclassEntry
 from snapshot.manifest.entries import TENSORS
 from snapshot.manifest.paths import encode_component
 from snapshot.manifest.values import Scalar

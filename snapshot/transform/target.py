@@ -32,7 +32,6 @@ from snapshot.loading.read_object import expand_trees
 from snapshot.manifest import entries as e
 from snapshot.manifest.values import EnumEntry
 from snapshot.maps.tensor_map import TensorMap
-from snapshot.options import expect_positive
 from snapshot.plan.layout import partition_items
 from snapshot.plan.names import Rename, expect_globs
 from snapshot.reports import ConvertReport
@@ -42,6 +41,7 @@ from snapshot.save.planned_take import AtCommit, PartStaging, Take, plan_writes
 from snapshot.save.rank_share import RankShare, item_of, size_of
 from snapshot.save.replication import Replication
 from snapshot.save.reuse import Unchanged
+from snapshot.settings import expect_positive
 from snapshot.state import leaves
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob, Leaf

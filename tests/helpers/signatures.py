@@ -5,7 +5,7 @@ import inspect
 from pathlib import Path
 
 import snapshot
-from snapshot import extensions, options
+from snapshot import extensions, settings
 from snapshot.io import storage
 
 FILE = Path(__file__).parents[1] / "signatures.txt"
@@ -18,7 +18,7 @@ def find_signatures():
         f"{home}.{name}": getattr(importlib.import_module(home), name) for name, home in extensions.NAMES.items()
     }
     places |= {f"storage.{name}": getattr(storage, name) for name in ("Storage", "Capabilities")}
-    places["options.Settings"] = options.Settings
+    places["settings.Settings"] = settings.Settings
     for place, value in sorted(places.items()):
         if not inspect.isclass(value):
             yield _line(place, value)

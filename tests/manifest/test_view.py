@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from snapshot import CorruptSnapshotError, RestoreError
 from snapshot.manifest import entries as e
-from snapshot.manifest.compounds import ListEntry, SubclassEntry
+from snapshot.manifest.containers import ListEntry, SubclassEntry
 from snapshot.manifest.document import expect_whole_tensors, merge
 from snapshot.manifest.rank_view import (
     adopt_entry,

@@ -7,7 +7,7 @@ import torch
 
 from snapshot import RNGState, SnapshotError, StateDict
 from snapshot.distributed.group import Ranks
-from snapshot.manifest.compounds import DictEntry
+from snapshot.manifest.containers import DictEntry
 from snapshot.manifest.values import IntEntry
 from snapshot.plan import consensus
 from snapshot.save import replication

@@ -15,7 +15,7 @@ from snapshot import (
     TakeOptions,
 )
 from snapshot.io.url import URL
-from snapshot.save.take_request import TakeRequest
+from snapshot.save.take_options import TakeRequest
 
 
 @pytest.mark.parametrize(

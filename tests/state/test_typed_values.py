@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from snapshot import RestoreError, RestoreOptions, Snapshot, StateDict, TakeOptions, Target
 from snapshot.cli import main
 from snapshot.errors import UnsafeObjectError, UnsupportedFormatError
-from snapshot.manifest import compounds
+from snapshot.manifest.containers import _make_python_random, _read_python_random
 from snapshot.manifest.values import make_enum_entry, make_scalar_entry
 from snapshot.saved import SavedObject
 from snapshot.state import flatten
@@ -689,8 +689,8 @@ def test_typed_values_in_random_containers_are_restored(value):
 def test_state_of_random_has_words_of_32_bits(at, word):
     value = random.Random(5)
     value.gauss(0, 1)
-    found = compounds._read_python_random(value)
-    assert compounds._make_python_random(found).getstate() == value.getstate()
+    found = _read_python_random(value)
+    assert _make_python_random(found).getstate() == value.getstate()
     found["words"][at] = word
     with pytest.raises(ValueError, match="32 bits"):
-        compounds._make_python_random(found)
+        _make_python_random(found)

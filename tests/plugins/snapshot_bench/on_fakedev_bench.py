@@ -30,7 +30,7 @@ ROWS = {
 
 @pytest.fixture(autouse=True)
 def _two_lanes(monkeypatch):
-    monkeypatch.setattr("snapshot.options.Settings.cores", lambda self: 2)
+    monkeypatch.setattr("snapshot.settings.Settings.cores", lambda self: 2)
     monkeypatch.setattr(raw_io, "DIRECT_BUFFER", 8 * raw_io.PAGE)  # many turns of the two buffers
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from snapshot.options import Settings
+from snapshot.settings import Settings
 
 
 @pytest.fixture(autouse=True)
