@@ -310,3 +310,29 @@ def test_design_md_places_exist():
         assert file.is_file(), path
         for part in name.split(".") if name else ():
             assert re.search(rf"(def|class) {part}\b", file.read_text()), f"{path}: {name}"
+
+
+def test_functions_with_more_than_eight_parameters_are_these():
+    """`self` and `cls` do not count. A longer list means arguments that belong together, as one value."""
+    found = set()
+    for tree in ("snapshot", "plugins"):
+        for path in (ROOT / tree).rglob("*.py"):
+            for node in ast.walk(parse(path)):
+                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                    given = node.args
+                    names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+                    extra = [each for each in (given.vararg, given.kwarg) if each is not None]
+                    if len([name for name in names if name not in ("self", "cls")]) + len(extra) > 8:
+                        found.add(f"{path.relative_to(ROOT)}: {node.name}")
+    assert found == {
+        "plugins/snapshot_merge/lora.py: merge_lora",
+        "plugins/snapshot_merge/merging.py: merge",
+        "plugins/snapshot_publish/publisher.py: __init__",
+        "snapshot/formats/foreign.py: make_document",
+        "snapshot/manager/manager.py: __init__",
+        "snapshot/snapshot.py: async_take",
+        "snapshot/snapshot.py: convert",
+        "snapshot/snapshot.py: diff",
+        "snapshot/snapshot.py: take",
+        "snapshot/weights.py: load",
+    }
