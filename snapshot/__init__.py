@@ -1,5 +1,6 @@
 """Exact, verified, fast checkpoints of running PyTorch applications."""
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,8 @@ _MODULES = {
     "snapshot.weights": ("load",),
 }
 """The module that each public name is imported from on first use, so that the command's help does not import torch."""
+_IMPORTERS = ("importlib._bootstrap", "_frozen_importlib")
+"""The module that runs `from snapshot import NAME`. It hides the text of an AttributeError, and lets others through."""
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
@@ -103,6 +106,9 @@ def __getattr__(name: str) -> Any:
         from snapshot.extensions import NAMES
 
         where = f"; import it from {NAMES[name]}" if name in NAMES else ""
+        caller = sys._getframe(1).f_globals  # noqa: SLF001 - CPython documents it
+        if where and caller.get("__name__") in _IMPORTERS:
+            raise ImportError(f"cannot import name {name!r} from {__name__!r}{where}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{where}")
     from snapshot.io.system import gc_paused
 

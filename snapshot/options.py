@@ -19,17 +19,18 @@ def expect_options(options: object, kind: type) -> None:
         raise TypeError(f"options must be {kind.__name__}(...), got {options!r}")
 
 
-def with_given(options: Options, given: Mapping[str, Any]) -> Options:
+def with_given(options: Options, kind: type, given: Mapping[str, Any]) -> Options:
     """Return options with the arguments of a call that are not None, which go before them.
 
-    What has the wrong type is returned as it is: the error must be raised where it can be sent to the other ranks.
+    What is not of the kind is returned as it is: the error must be raised where it can be sent to the other ranks.
     """
-    if not dataclasses.is_dataclass(options) or isinstance(options, type):
+    if not isinstance(options, kind):
         return options
-    return dataclasses.replace(options, **{name: value for name, value in given.items() if value is not None})
+    changes = {name: value for name, value in given.items() if value is not None}
+    return dataclasses.replace(options, **changes) if changes else options  # type: ignore[type-var]
 
 
-def with_options(kind: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def with_options(kind: Any, argument: str = "options") -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let a function say that an argument is a field of its options: `durable=` is `TakeOptions(durable=...)`."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -39,9 +40,8 @@ def with_options(kind: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def checked(*arguments: P.args, **named: P.kwargs) -> R:
             for name in named:
                 if name in elsewhere:
-                    raise TypeError(
-                        f"{function.__name__}() has no argument {name!r}: pass options={kind.__name__}({name}=...)"
-                    )
+                    spelling = f"pass {argument}={kind.__name__}({name}=...)"
+                    raise TypeError(f"{function.__name__}() has no argument {name!r}: {spelling}")
             return function(*arguments, **named)
 
         return checked

@@ -187,7 +187,7 @@ class Snapshot:
                 docs/guides/incremental.md.
             progress: True for a progress bar, or a function that is called with `Progress`.
             timeout: Seconds without a heartbeat after which another rank counts as dead.
-            options: All other choices: `durable`, `exclude`, `compression`, ... See [](TakeOptions).
+            options: All other choices: `durable`, `exclude`, `compression`, ... See `TakeOptions`.
 
         Raises:
             MissingExtraError: A package that an option needs is not installed, such as zstandard for `compression`.
@@ -235,7 +235,7 @@ class Snapshot:
         the snapshot. Staging memory is kept for the next call. If the state exceeds the memory budget, the call also
         waits until enough has been written for the rest to fit.
 
-        The [](TakeOptions) `staging`, `worker` and `when_busy` choose how.
+        The options `staging`, `worker` and `when_busy` choose how.
 
         Raises:
             SnapshotBusyError: The limit of pending takes is reached, and `when_busy="raise"`.
@@ -292,6 +292,8 @@ class Snapshot:
     ) -> SavePlan:
         """Plan a take without writing anything. The plan can be passed to `take`, as `TakeOptions(plan=...)`.
 
+        Of the options, those count that change what is written, and `timeout`.
+
         >>> import torch
         >>> from snapshot import StateDict
         >>> print(Snapshot.plan({"state": StateDict(weight=torch.zeros(256))}, path="memory://x"))
@@ -337,7 +339,7 @@ class Snapshot:
                 except with `"ignore"`. Keys that `select` or `exclude` leave out do not count.
             progress: True for a progress bar, or a function that is called with `Progress`.
             timeout: Seconds without a heartbeat after which another rank counts as dead.
-            options: All other choices: `exclude`, `mismatched`, `cast`, `map`, ... See [](RestoreOptions).
+            options: All other choices: `exclude`, `mismatched`, `cast`, `map`, ... See `RestoreOptions`.
 
         Raises:
             SnapshotNotFoundError: No snapshot exists at the path.
@@ -354,7 +356,8 @@ class Snapshot:
             "progress": progress,
             "timeout": timeout,
         }
-        return self.restore_with(app_state, with_given(RESTORE_OPTIONS if options is None else options, given), set())
+        chosen = with_given(RESTORE_OPTIONS if options is None else options, RestoreOptions, given)
+        return self.restore_with(app_state, chosen, set())
 
     def restore_with(
         self,

@@ -177,8 +177,6 @@ def test_docs_reference_lists_the_exceptions_of_every_method(name: str) -> None:
         and method
         not in (
             "restore_with",
-            "take_with",
-            "async_take_with",
             "new_session",
             "location",
             "of",

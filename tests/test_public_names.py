@@ -53,6 +53,21 @@ def test_public_names_of_other_modules_are_found_there_and_named_by_the_error(na
     assert getattr(importlib.import_module(home), name).__name__ == name
     with pytest.raises(AttributeError, match=f"has no attribute '{name}'; import it from {home}"):
         getattr(snapshot, name)
+    with pytest.raises(ImportError, match=f"cannot import name '{name}' from 'snapshot'; import it from {home}"):
+        exec(f"from snapshot import {name}")
+    assert not hasattr(snapshot, name)
+
+
+def test_public_names_that_never_were_are_plain_errors():
+    with pytest.raises(ImportError, match="cannot import name 'Nothing' from 'snapshot'"):
+        exec("from snapshot import Nothing")
+    with pytest.raises(AttributeError, match=r"has no attribute 'Nothing'$"):
+        _ = snapshot.Nothing
+
+
+def test_homes_of_public_names_are_public_modules():
+    text = (ROOT / "docs" / "reference" / "index.md").read_text()
+    assert [home for home in sorted(set(extensions.NAMES.values())) if f"`{home}`" not in text] == []
 
 
 def test_parameters_and_defaults_of_public_names_are_those_of_signatures_txt():

@@ -67,7 +67,7 @@ class SnapshotCheckpointEngine:
     def __init__(self, *, asynchronous: bool = False, options: TakeOptions = TAKE_OPTIONS) -> None:
         expect_version("deepspeed", VERSIONS, self.name)
         self._asynchronous = asynchronous
-        self._options = options
+        self._options = replace(options, allow_pickle="error")  # it keeps the key, whose file is read once
         self._info: Any = None
         """DeepSpeed's description of the checkpoint that it writes."""
         self._files: dict[str, Any] | None = None
@@ -166,7 +166,7 @@ class SnapshotCheckpointEngine:
         folder = _tag_folder(info)
         state = {name: _Contents(content, str(folder / name)) for name, content in files.items()}
         self._read = None
-        taken = take(folder / FOLDER, state, overwrite=True, options=replace(self._options, allow_pickle="error"))
+        taken = take(folder / FOLDER, state, overwrite=True, options=self._options)
         names = info.save_latest and _is_leader()
         if isinstance(taken, PendingSnapshot):
             self._pending, self._named = taken, threading.Event()

@@ -74,7 +74,7 @@ class SnapshotCheckpointManager:
             bridge.schedule_async_save = partial(_schedule, bridge.schedule_async_save)
             if hasattr(bridge, "get_default_load_sharded_strategy"):  # version 0.4
                 bridge.get_default_load_sharded_strategy = partial(_strategy, bridge.get_default_load_sharded_strategy)
-        bridge.dist_checkpointing.options = self.options
+        bridge.dist_checkpointing.options = replace(self.options, allow_pickle="error")
         self._saves: list[_Save] = bridge.dist_checkpointing.saves
         self._bridge = bridge.DefaultCheckpointManager(checkpoint_config)
 
@@ -148,8 +148,7 @@ class _Storage:
     ) -> _Save | None:
         state = MegatronState({**sharded_state_dict, _METADATA: content_metadata})
         take: Any = Snapshot.async_take if async_sharded_save else Snapshot.take
-        options = replace(self.options, allow_pickle="error")
-        taken = take(str(checkpoint_dir), {KEY: state}, overwrite=True, options=options)
+        taken = take(str(checkpoint_dir), {KEY: state}, overwrite=True, options=self.options)
         return _Save(taken) if isinstance(taken, PendingSnapshot) else None
 
     def load_common_state_dict(self, checkpoint_dir: Any) -> Any:

@@ -207,7 +207,7 @@ class SnapshotTrainerMixin:
         saved = take(
             os.path.join(output_dir, FOLDER),
             {**state, "rng": RNGState()},
-            replicated=[*state] if self.args.world_size > 1 else None,
+            replicated=[*state] if self.args.world_size > 1 and self.snapshot_options.replicated is None else None,
             overwrite=True,
             metadata=metadata,
             options=self.snapshot_options,

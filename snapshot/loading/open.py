@@ -430,7 +430,7 @@ async def expect_files(opened: Opened, locations: set[str], *, reads: bool = Fal
     if document.base is not None and any(document.files[each].in_base for each in locations):
         raise SnapshotError(
             f"{opened.url}: has only what differs from {document.base.url} (save id {document.base.save_id}); to "
-            "restore all of it, pass restore(..., base=...); objects that did not change are in that snapshot"
+            "restore all of it, pass RestoreOptions(base=...); objects that did not change are in that snapshot"
         )
     if reads and len(locations) == 1 and not isinstance(document, ForeignDocument):
         [only] = locations

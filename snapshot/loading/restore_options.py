@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -84,7 +85,20 @@ class RestoreOptions:
     """Seconds without a heartbeat after which another rank counts as dead."""
 
     def check(self) -> None:
-        """Raise `ValueError` for an invalid choice. Called when the error can be sent to the other ranks."""
+        """Raise for a wrong value. A restore calls it when the error can be sent to the other ranks."""
+        for name in ("strict", "exact", "verify", "atomic"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for name in ("select", "exclude"):
+            globs = getattr(self, name)
+            if not isinstance(globs, (list, tuple, set, frozenset)) or not all(isinstance(each, str) for each in globs):
+                raise TypeError(f"{name} must be a list of globs, got {globs!r}")
+        if (
+            self.base is not None
+            and not isinstance(self.base, (str, os.PathLike))
+            and not hasattr(self.base, "location")
+        ):
+            raise TypeError(f"base must be a path, a URL or a Snapshot, got {type(self.base).__name__}")
         if self.cast not in CASTS:
             raise ValueError(f"cast must be {', '.join(map(repr, CASTS))}, got {self.cast!r}")
         if self.read_once not in ("auto", True, False):

@@ -78,7 +78,8 @@ class SnapshotManager:
         signals: Signals that ask the job to stop. Only a manager created in the main thread can handle them.
         allow_pickle: As for `Snapshot`.
         timeout: Seconds without a sign of life after which another rank, or the store of the group, counts as dead.
-        take_options: Options of all takes: `TakeOptions(replicated=[...], durable=False)`.
+        take_options: Options of all takes: `TakeOptions(replicated=[...], durable=False)`. A value that is wrong
+            everywhere is an error here; one that a machine lacks, such as a key file, when a take begins.
         restore_options: Options of `restore_latest`, such as `RestoreOptions(strict=False)`.
 
     >>> from snapshot import KeepLatest, StateDict
@@ -92,6 +93,7 @@ class SnapshotManager:
     30
     """
 
+    @with_options(TakeOptions, "take_options")
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -110,12 +112,14 @@ class SnapshotManager:
         take_options: TakeOptions | None = None,
         restore_options: RestoreOptions | None = None,
     ) -> None:
-        self._take_options = TAKE_OPTIONS if take_options is None else take_options
-        self._restore_options = RESTORE_OPTIONS if restore_options is None else restore_options
-        expect_options(self._take_options, TakeOptions)
-        expect_options(self._restore_options, RestoreOptions)
-        self._take_options.check()
-        self._restore_options.check()
+        self.take_options = TAKE_OPTIONS if take_options is None else take_options
+        """Options of all takes, unless a call has others: `replace(manager.take_options, read_back=True)`."""
+        self.restore_options = RESTORE_OPTIONS if restore_options is None else restore_options
+        """Options of `restore_latest`, unless a call has others."""
+        expect_options(self.take_options, TakeOptions)
+        expect_options(self.restore_options, RestoreOptions)
+        self.take_options.check()
+        self.restore_options.check()
         self._url = URL.parse(checked_root(root))
         self._keep = checked_policy(keep)
         self._cadence = Schedule(every)
@@ -162,7 +166,8 @@ class SnapshotManager:
             metrics: Numbers by name, used by `best` and `KeepBest`. Those of rank 0 are stored.
             metadata: As for `Snapshot.take`.
             overwrite: Replace an existing snapshot of this step.
-            options: The options of this take, instead of `take_options` of the manager.
+            options: The options of this take, instead of `take_options` of the manager. To change one of these, pass
+                `dataclasses.replace(manager.take_options, ...)`.
 
         Raises:
             SnapshotExistsError: There is a snapshot of this step. Nothing was written.
@@ -238,7 +243,7 @@ class SnapshotManager:
     ) -> Begun:
         """Agree on the step, and on where it is written."""
         steps = self._steps
-        options = self._take_options if options is None else options
+        options = self.take_options if options is None else options
         with self._exchange(verb, getattr(options, "timeout", None)) as exchange:
             expect_options(options, TakeOptions)
             options.check()
@@ -326,7 +331,7 @@ class SnapshotManager:
             RunForkedError: With `near`: two jobs have continued the run without seeing each other.
         """
         began = time.monotonic()
-        options = self._restore_options if options is None else options
+        options = self.restore_options if options is None else options
         timeout = getattr(options, "timeout", None)
         if isinstance(options, RestoreOptions) and timeout is None:
             options = replace(options, timeout=self._timeout)

@@ -207,7 +207,7 @@ The part has left the CPU caches by then, and fewer parts take the interpreter l
 """
 CHANGED = (
     "parameters or optimizer state changed outside an optimizer's step() while they were copied, so nothing was "
-    'committed; call wait_staged() before such changes, or use staging="blocking"'
+    'committed; call wait_staged() before such changes, or use TakeOptions(staging="blocking")'
 )
 
 

@@ -74,7 +74,8 @@ def _fits_tree(replicated: Sequence[str], path: str, value: Any) -> bool:
 
 
 _CURE = (
-    "replace each by tensors, plain values or a dataclass, store its state_dict(), or leave it out with exclude=[...]"
+    "replace each by tensors, plain values or a dataclass, store its state_dict(), or leave it out with "
+    "TakeOptions(exclude=[...])"
 )
 
 

@@ -303,7 +303,7 @@ class Stager(PartSource):
                 del leaf, leaves, watched  # the error must not keep the tensors alive
                 raise SnapshotError(
                     f"{path}: changed outside an optimizer's step() before it was copied, so nothing was "
-                    'committed; call wait_staged() before such changes, or use staging="blocking"'
+                    'committed; call wait_staged() before such changes, or use TakeOptions(staging="blocking")'
                 )
 
     def _copy(self, file: FilePlan, part: FilePart, header: bytes, held: HeldSlot, copies: PartCopies) -> StagedPart:

@@ -190,7 +190,7 @@ def _observe(opening: TakeOpening, share: RankShare, app_state: AppState, option
 
 def plan_take(path: Path, app_state: AppState, pg: ProcessGroup | None, call: TakeCall) -> SavePlan:
     """Plan a take without writing anything."""
-    with Exchange(ranks_of(pg), "plan") as exchange:
+    with Exchange(ranks_of(pg), "plan", call.timeout) as exchange:
         check_app_state(app_state)
         options = call.request()
         session, globs = open_dry_run(

@@ -227,7 +227,7 @@ class TakeOptions:
         return find_keys("sign").load_signer(self.sign)
 
     def check(self) -> None:
-        """Raise for a wrong value. A take calls it when the error can be sent to the other ranks."""
+        """Raise for a value that is wrong everywhere."""
         for name, allowed in (("staging", Staging), ("when_busy", WhenBusy)):
             if getattr(self, name) not in get_args(allowed):
                 choices = " or ".join(map(repr, get_args(allowed)))
@@ -238,13 +238,11 @@ class TakeOptions:
             raise ValueError(f"guards must be {', '.join(map(repr, get_args(Guards)))}, got {self.guards!r}")
         if not isinstance(self.statistics, bool):
             raise TypeError(f"statistics must be True or False, got {self.statistics!r}")
-        expect_observed(self.observed, {"guards": "suspect", "statistics": False})
-        if self.worker != "thread":
-            find_sink(self.worker).check()
         if self.only not in (None, "trainable"):
             raise ValueError(f"only must be 'trainable' or None, got {self.only!r}")
-        _ = self.bases, self.signer  # raise for a wrong one
-        expect_compression(self.compression)
+        if self.plan is not None and not isinstance(self.plan, SavePlan):
+            raise TypeError(f"plan must be a plan of Snapshot.plan, got {type(self.plan).__name__}")
+        _ = self.bases  # raises for a wrong one
         matcher(self.replicated or ())
         if not 0.0 <= self.read_back_share <= 1.0:
             raise ValueError(f"read_back must be True, False or a fraction from 0 to 1, got {self.read_back!r}")
@@ -295,6 +293,11 @@ class TakeRequest(TakeOptions):
 
     def __post_init__(self) -> None:
         self.check()
+        expect_observed(self.observed, {"guards": "suspect", "statistics": False})
+        if self.worker != "thread":
+            find_sink(self.worker).check()
+        _ = self.signer  # raises for a wrong key
+        expect_compression(self.compression)
         if self.only and not self.bases:  # a manager adds the base
             raise ValueError("only='trainable' must have a base: the snapshot that has what is left out")
         known = None if isinstance(self.metadata, Future) else self.metadata

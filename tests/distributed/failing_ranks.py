@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from snapshot import RestoreOptions, Snapshot, StateDict, StorageError
+from snapshot import RestoreOptions, Snapshot, StateDict, StorageError, TakeOptions
 from snapshot.storages.file.files import Folders
 from snapshot.testing import Fault, Log, Stall, Tap, tapped
 from tests.helpers.arguments import for_restore, for_take
@@ -294,6 +294,8 @@ def restore_where(which, what, path, **options):
             options["memory_budget_bytes"] = 0
         elif what == "it wants to cast somehow":
             options["cast"] = "somehow"
+        elif what == "its options are those of a take":
+            options = {"strict": False, "options": TakeOptions()}
         elif what == "its disk fails":
             tap = Fault("read_into", times=None, error=StorageError(5, "Input/output error"))
     try:

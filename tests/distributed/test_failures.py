@@ -148,6 +148,7 @@ def taken(two, folder):
         ("it has a key too many", "RestoreError"),
         ("its budget is nothing", "ValueError"),
         ("it wants to cast somehow", "ValueError"),
+        ("its options are those of a take", "TypeError"),
     ],
 )
 @either_rank

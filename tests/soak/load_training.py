@@ -21,6 +21,7 @@ import torch.distributed as dist
 from snapshot import CommitUnknown, Snapshot, SnapshotError, TakeOptions
 from snapshot.testing import Fault, tapped
 from snapshot_worker.client import writer_process
+from tests.helpers.arguments import for_restore, for_take
 from tests.soak.load_app import App, differs, frozen, target
 from tests.soak.load_checks import came_back, expected, foreign, look, notes, tensors, told_committed, untouched
 from tests.soak.load_faults import READS, WRITES, Switch, drawn, of_deletes
@@ -143,7 +144,7 @@ class Training:
         scheme = self.free[-1]
         switch = self.switches[scheme]
         switch.taps = self.trouble(WRITES)
-        error = self.tried(Snapshot.take, f"{scheme}+file://{slot.path}", self.app.state(), **options)
+        error = self.tried(Snapshot.take, f"{scheme}+file://{slot.path}", self.app.state(), **for_take(**options))
         self.settle("take", slot, saved, widths, error, switch)
 
     def begin(self):
@@ -167,7 +168,7 @@ class Training:
         def call(*args, **kwargs):
             made.pending = Snapshot.async_take(*args, **kwargs)
 
-        made.error = self.tried(call, url, self.app.state(), **options)
+        made.error = self.tried(call, url, self.app.state(), **for_take(**options))
         if self.shared.random() < 0.1 and "worker" in options and self.mine.random() < 0.5 and made.pending:
             os.kill(writer_process().pid, 9)
             self.did["writer processes killed"] += 1
@@ -253,7 +254,7 @@ class Training:
             options[part] = ["extra" if part == "select" else "model"]
         before = frozen(live)
         error = self.tried(
-            Snapshot(f"{scheme}+file://{slot.path}", allow_pickle=True).restore, live, **options
+            Snapshot(f"{scheme}+file://{slot.path}", allow_pickle=True).restore, live, **for_restore(**options)
         )  # fmt: skip
         hits, switch.taps = switch.hits, []
         self.did["faults hit"] += hits

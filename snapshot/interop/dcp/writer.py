@@ -425,6 +425,7 @@ class SnapshotWriter(StorageWriter):
         self,
         path: str | os.PathLike[str] | None = None,
         *theirs: Any,
+        overwrite: bool | None = None,
         storage_options: Mapping[str, Any] | None = None,
         durable: bool | None = None,
         memory_budget_bytes: int | None = None,
@@ -433,6 +434,7 @@ class SnapshotWriter(StorageWriter):
         super().__init__()
         self.path = None if path is None else os.fspath(path)
         self.storage_options = dict(storage_options or {})
+        named |= {} if overwrite is None else {"overwrite": overwrite}
         given = signature(FileSystemWriter).bind("", *theirs, **named).arguments
         self.overwrite: bool = given.pop("overwrite", True)
         self.durable: bool = given.pop("sync_files", True) if durable is None else durable

@@ -397,10 +397,11 @@ def test_restore_options_key_file_is_read_once(tmp_path):
     options = TakeOptions(sign=path)
     with SnapshotManager(tmp_path / "run", signals=(), timeout=30, take_options=TakeOptions(sign=path)) as manager:
         Snapshot.take(tmp_path / "alone", state(1.0), options=options)
-        path.unlink()
         manager.take(1, state(1.0))
-        manager.async_take(2, state(2.0), options=options).wait()
-        assert manager.restore_latest(state(0.0), key=f"{path}.pub") == 2
+        path.unlink()
+        manager.take(3, state(3.0))
+        manager.async_take(4, state(2.0), options=options).wait()
+        assert manager.restore_latest(state(0.0), key=f"{path}.pub") == 4
 
 
 def test_load_and_merge_with_a_key_require_signatures(tmp_path, secret, public):
