@@ -7,12 +7,14 @@ import json
 import re
 import textwrap
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
 import snapshot
+from snapshot import RestoreOptions, Snapshot, TakeOptions
 from snapshot.manifest import document
 from snapshot.plan import layout
 from snapshot_bench.results import draw_case
@@ -240,3 +242,15 @@ def test_docs_broken_links_finds_missing_pages_and_anchors(tmp_path: Path) -> No
 def test_limits_in_the_docs_are_those_of_the_code(page, text, is_true):
     assert text in (DOCS / page).read_text()
     assert is_true()
+
+
+def test_docs_spell_options_as_options() -> None:
+    """`take(..., durable=False)` is an error: `TakeOptions(durable=False)` is what a call accepts."""
+    found = []
+    for verb, kind in (("take", TakeOptions), ("restore", RestoreOptions)):
+        elsewhere = {each.name for each in fields(kind)} - inspect.signature(getattr(Snapshot, verb)).parameters.keys()
+        call = re.compile(rf"{verb}\((?:[^()]|\([^()]*\))*?\b({'|'.join(sorted(elsewhere))})=")
+        for page in (ROOT / "README.md", *DOCS.rglob("*.md")):
+            if "_build" not in page.parts:
+                found += [f"{page.relative_to(ROOT)}: {match[0]}" for match in call.finditer(page.read_text())]
+    assert [each for each in found if "Options(" not in each] == []
