@@ -188,7 +188,7 @@ _digest = xxhash.xxh3_128_digest
 
 @dataclass(frozen=True)
 class Replication:
-    """Which entries are replicated across ranks, and which rank writes each."""
+    """Which entries are replicated across ranks."""
 
     structure: str
     """A digest of all ranks' structures; empty for a single rank."""
