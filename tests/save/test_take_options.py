@@ -114,16 +114,6 @@ def test_restore_options_error_names_the_invalid_argument(name, value):
         snapshot.restore({"s": StateDict(x=0)}, options=RestoreOptions(**{name: value}))
 
 
-def test_manager_whose_key_is_missing_restores_and_fails_when_it_takes(tmp_path):
-    given = TakeOptions(sign=tmp_path / "none.pem")
-    with SnapshotManager(tmp_path / "run", signals=(), take_options=given) as manager:
-        assert manager.restore_latest({"s": StateDict(x=0)}) is None
-        with pytest.raises(FileNotFoundError, match="the key file cannot be read"):
-            manager.take(1, {"s": StateDict(x=0)})
-        plain = dataclasses.replace(manager.take_options, sign=None)
-        assert manager.take(1, {"s": StateDict(x=0)}, options=plain).exists()
-
-
 def test_manager_with_an_option_as_argument_shows_the_spelling(tmp_path):
     with pytest.raises(TypeError, match=r"no argument 'durable': pass take_options=TakeOptions\(durable=\.\.\.\)"):
         SnapshotManager(tmp_path, durable=False)

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -402,6 +403,16 @@ def test_restore_options_key_file_is_read_once(tmp_path):
         manager.take(3, state(3.0))
         manager.async_take(4, state(2.0), options=options).wait()
         assert manager.restore_latest(state(0.0), key=f"{path}.pub") == 4
+
+
+def test_manager_whose_key_is_missing_restores_and_fails_when_it_takes(tmp_path):
+    given = TakeOptions(sign=tmp_path / "none.pem")
+    with SnapshotManager(tmp_path / "run", signals=(), take_options=given) as manager:
+        assert manager.restore_latest(state(0.0)) is None
+        with pytest.raises(FileNotFoundError, match="the key file cannot be read"):
+            manager.take(1, state(0.0))
+        plain = replace(manager.take_options, sign=None)
+        assert manager.take(1, state(0.0), options=plain).exists()
 
 
 def test_load_and_merge_with_a_key_require_signatures(tmp_path, secret, public):
