@@ -48,12 +48,23 @@ def hide_constructors(app, what, name, obj, options, signature, returned):
     return None
 
 
-FORMER = {"start": "", "guides": "", "integrations": "", "migrate": "", "reference/cli": "cli/"}
-FORMER |= {"internals/decisions": "decisions/"}
+FORMER = {
+    "start": "",
+    "guides": "",
+    "integrations": "",
+    "migrate": "",
+    "reference/cli": "cli/",
+    "internals/decisions": "decisions/",
+}
 """Folders of pages, and where these pages were."""
-FORMER_PAGES = {"storage/index": "storage", "storage/plugins": "plugins"}
-FORMER_PAGES |= {"reference/settings": "reference/options"}
-FORMER_PAGES |= {f"reference/{page}": page for page in ("security", "reliability")}
+FORMER_PAGES = {
+    "storage/index": "storage",
+    "storage/plugins": "plugins",
+    "reference/settings": "reference/options",
+    "reference/security": "security",
+    "reference/reliability": "reliability",
+}
+"""Other pages, and where they were."""
 
 
 def forward_old_addresses(app, exception):

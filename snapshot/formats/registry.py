@@ -265,16 +265,16 @@ def find_view(method: str) -> Any:
     """Return the function that gives a checkpoint plain weights in place of those of a method."""
     each = next((each for each in formats() if method in each.methods), None)
     if each is None:
-        raise _missing(f"dequantise={method!r}", f"dequantise={method!r}")
+        raise _missing(f"dequantise={method!r}")
     return resolve(each, each.view)
 
 
-def _missing(claim: str, what: str, name: str = "") -> SnapshotError:
+def _missing(claim: str, name: str = "") -> SnapshotError:
     """Return the error for something that no format has: its package is missing, or was left out."""
     package = extensions.CLAIMS.get(claim)
     if package is not None:
-        return MissingExtraError(f"{what}: {package} of {extensions.OWN} is not installed")
-    return _listed().left_out.get(name) or SnapshotError(f"{what}: no installed format has it")
+        return MissingExtraError(f"{claim}: {package} of {extensions.OWN} is not installed")
+    return _listed().left_out.get(name) or SnapshotError(f"{claim}: no installed format has it")
 
 
 def find_codec(codec: str) -> Any:
@@ -287,7 +287,7 @@ def find_writer(to: str) -> Format:
     """Return the format that writes a value of `Target(to=...)`."""
     found = next((each for each in formats() if each.writes == to), None)
     if found is None:
-        raise _missing(f"to={to!r}", f"to={to!r}", to)
+        raise _missing(f"to={to!r}", to)
     return found
 
 
@@ -324,7 +324,7 @@ def find_suffix(suffix: str) -> Format | None:
     """Return the format of files whose names end so, or None. Raise if the package that has it is not installed."""
     found = next((each for each in formats() if suffix in each.suffixes), None)
     if found is None and (claim := f"the suffix {suffix!r}") in extensions.CLAIMS:
-        raise _missing(claim, claim)
+        raise _missing(claim)
     return found
 
 

@@ -113,7 +113,7 @@ def evaluate_pickle(
     Args:
         data: The pickle; bytes after its end are ignored.
         where: Place of the pickle, for messages.
-        limits: PickleLimits on memory and time; by default, those of the pickle's length.
+        limits: Limits on memory and time; by default, those of the pickle's length.
         persistent: Function that returns the node of a reference to an object outside the pickle.
         names: Function that returns the node of a class or function, from its module and name.
 

@@ -49,7 +49,7 @@ def signer_of(seal: Seal | None) -> str:
 
 
 class MemoryDefaults(NamedTuple):
-    """The memory of an operation, if the user gives no budget."""
+    """How much memory an operation has if the user gives no budget, and with whom it shares its budget."""
 
     limit: int = 0
     """The budget; 0 for the usual one of the storage."""
