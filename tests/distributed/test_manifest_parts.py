@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import os
 import tempfile
 from pathlib import Path
 
@@ -48,9 +47,9 @@ def _save(path, shape):
 
 
 @contextlib.contextmanager
-def host_of_its_own():
-    """A folder for temporary files that no other rank sees: they cannot hand on what they read."""
-    with tempfile.TemporaryDirectory() as folder:
+def host(shared=None):
+    """The host's folder for temporary files: ranks with the same one hand on what they read. By default, one's own."""
+    with contextlib.nullcontext(shared) if shared else tempfile.TemporaryDirectory() as folder:
         usual, tempfile.tempdir = tempfile.tempdir, folder
         try:
             yield
@@ -58,9 +57,9 @@ def host_of_its_own():
             tempfile.tempdir = usual
 
 
-def _restore(path, shape, dim=0, together=False):
+def _restore(path, shape, dim=0, shared=None):
     """The parts that this rank read, and its count of looks at data files."""
-    with contextlib.nullcontext() if together else host_of_its_own():
+    with host(shared):
         return _restored(path, shape, dim)
 
 
@@ -100,14 +99,9 @@ def test_manifest_parts_read_by_a_restore_into_another_layout_are_those_of_its_b
 
 def test_manifest_parts_are_shared_by_ranks_of_a_host(four, folder):
     four.run(_save, f"{folder}/s", (4,))
-    before = shared_folders()
-    found = four.run(_restore, f"{folder}/s", (4,), 1, True)  # columns meet all rows
+    found = four.run(_restore, f"{folder}/s", (4,), 1, folder)  # columns meet all rows
     assert sorted(part for read, _ in found for part in read) == [f"{rank}.json" for rank in range(4)]
-    assert shared_folders() <= before  # another test may have killed a rank
-
-
-def shared_folders():
-    return set(Path(tempfile.gettempdir()).glob(f"{host_share.PREFIX}{os.getuid()}-*"))
+    assert not list(Path(folder).glob(f"{host_share.PREFIX}*"))
 
 
 def _restore_manifest(path, spoilt):
