@@ -21,7 +21,7 @@ from snapshot.io.arena import arena, arena_bytes, permit_capture
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import LoopFuture, in_own_thread
 from snapshot.plan.layout import FilePart, FilePlan, SavePlan
-from snapshot.save.begin import TakeOpening
+from snapshot.save.begin import Claim
 from snapshot.save.planned_take import PartStaging, Take, WrittenFiles
 from snapshot.save.rank_share import RankShare
 from snapshot.save.staging import StagedPart, Stager
@@ -217,7 +217,7 @@ class LateCopies:
     As a context, an error that leaves it lets the `step()` continue.
     """
 
-    def __init__(self, opening: TakeOpening, share: RankShare, app_state: Mapping[str, Any] | None) -> None:
+    def __init__(self, claim: Claim, share: RankShare, app_state: Mapping[str, Any] | None) -> None:
         self.marks = b""
         """One byte per leaf: 1 if it is copied after the call."""
         self.owners: list[torch.Tensor] = []
@@ -227,7 +227,7 @@ class LateCopies:
         if not eligible:
             return
         flat = share.flat
-        leaves = share.leaves if opening.exchange.alone else flat.leaves
+        leaves = share.leaves if claim.exchange.alone else flat.leaves
         marks, owners = eligible.find_late(share.leaves, leaves, flat.shards, flat.ties)
         if not owners:
             self.marks = marks
@@ -259,19 +259,17 @@ class StagingAhead(PartStaging):
     As a context, an error of the call ends the take, even if writing has begun.
     """
 
-    def __init__(
-        self, opening: TakeOpening, share: RankShare, plan: SavePlan, late: LateCopies, sink: PartSink | None
-    ) -> None:
+    def __init__(self, claim: Claim, share: RankShare, plan: SavePlan, late: LateCopies, sink: PartSink | None) -> None:
         self.stager = Stager(share.leaves, copies=True, parallel=True)
         super().__init__(self.stager)
         if late.pending is not None:
             self.stager.watch(late.marks, late.owners, late.pending)
-        if opening.session.storage.capabilities.local:
+        if claim.session.storage.capabilities.local:
             self.part_bytes = PART_AHEAD
         self.late = late.pending
         self._sink = sink
         """A writer process that writes the data files in place of this process."""
-        self._opening = opening
+        self._claim = claim
         self._plan = plan
         self._began = time.perf_counter()
         self._prefetcher: PartPrefetcher | None = None
@@ -280,14 +278,14 @@ class StagingAhead(PartStaging):
 
     def stage(self, take: Take) -> LoopFuture[None]:
         """Stage what must be staged in the call, and start the take: afterwards, or once the budget is used up."""
-        budget, files = self._opening.session.budget, self._plan.files
+        budget, files = self._claim.session.budget, self._plan.files
         self._take = take
         self._prefetcher = prefetcher = PartPrefetcher(
             take.writer,
             self.stager,
             budget,
             files,
-            progress=self._opening.meter.staged,
+            progress=self._claim.meter.staged,
             begin=take.start,
             shared=self._sink is not None,
         )
@@ -337,7 +335,7 @@ class StagingAhead(PartStaging):
     def _stage_late(self, prefetcher: PartPrefetcher, files: range) -> None:
         """Stage what may be staged after the call. An error fails the writer, which waits for the parts."""
         assert self.late is not None
-        if self.stager.pinning(self._opening.session.budget, 0) is not None:
+        if self.stager.pinning(self._claim.session.budget, 0) is not None:
             permit_capture()
         try:
             prefetcher.stage(files)
@@ -349,10 +347,10 @@ class StagingAhead(PartStaging):
             self.late.end()
 
     def _all_staged(self) -> None:
-        meter = self._opening.meter
+        meter = self._claim.meter
         meter.staged(self._plan.blob_bytes)  # encoded bytes, not the application's memory
         seconds = round(time.perf_counter() - self._began, 3)
-        emit("staged", meter.verb, str(self._opening.session.url), bytes=self._plan.total_bytes, seconds=seconds)
+        emit("staged", meter.verb, str(self._claim.session.url), bytes=self._plan.total_bytes, seconds=seconds)
 
     async def write(self, writer: Writer, plan: SavePlan, transaction: Transaction, to: Sequence[str]) -> WrittenFiles:
         assert self._prefetcher is not None
@@ -360,12 +358,12 @@ class StagingAhead(PartStaging):
             return await writer.write(plan.files, to, self._prefetcher)
         transaction.expect_files(to)
         return await self._sink.write(
-            self._opening.session,
+            self._claim.session,
             plan.files,
             to,
             self._prefetcher.parts,
             staging=self._prefetcher,
-            progress=self._opening.meter.wrote,
+            progress=self._claim.meter.wrote,
             packing=writer.packing,
             signed=writer.signed,
         )

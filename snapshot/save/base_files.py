@@ -20,7 +20,7 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.document import BaseReference, FileEntry
 from snapshot.manifest.entries import TensorEntry
 from snapshot.plan.layout import Extent, FilePlan, Piece, plan_file
-from snapshot.save.begin import TakeOpening
+from snapshot.save.begin import Claim
 from snapshot.save.digests import FileDigests
 from snapshot.save.staging import Stager
 from snapshot.state.leaves import Leaf
@@ -320,10 +320,10 @@ def _without_gaps(extents: Sequence[Extent]) -> FilePlan:
 class Comparer:
     """Compares files of bases with the tensors of one take, while it reads a part of each file from the disk."""
 
-    def __init__(self, opening: TakeOpening, stager: Stager, notes: list[str], *, read_all: bool) -> None:
+    def __init__(self, claim: Claim, stager: Stager, notes: list[str], *, read_all: bool) -> None:
         """`read_all`: read the files whole, instead of a part of them."""
-        self._opening = opening
-        self._session = opening.session
+        self._claim = claim
+        self._session = claim.session
         self._stager = stager
         self._notes = notes
         self._read_all = read_all
@@ -410,7 +410,7 @@ class Comparer:
             self._rotten.add(place)
             self.note(held, f"damaged, so its tensors are written again: {'; '.join(compared.faults[:3])}")
             log.error("%s: damaged; its tensors are written again from memory:%s", place, listed(compared.faults, 10))
-            url, verb = str(self._session.url), self._opening.meter.verb
+            url, verb = str(self._session.url), self._claim.meter.verb
             emit("rotten", verb, url, file=place, faults=list(compared.faults))
         return not compared.faults
 

@@ -1,34 +1,26 @@
-"""The beginning of a take: a session for its options, and the agreement of all ranks on its path and id."""
+"""The beginning of a take: all ranks agree on its path and its id, and claim the path."""
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from types import TracebackType
+from typing import NamedTuple
 
 import msgspec
 
 from snapshot.distributed.exchange import Exchange, Hello, agreed_url, expect_same_keys, expect_same_verb
-from snapshot.errors import SnapshotError, SnapshotExistsError, StorageError, StorageNotFoundError
 from snapshot.events import emit, warn
-from snapshot.formats.dcp_notice import METADATA as DCP_METADATA
-from snapshot.formats.dcp_notice import is_notice
-from snapshot.io.loop import LoopFuture, run, start
+from snapshot.io.loop import run
 from snapshot.io.session import MemoryDefaults, Session
-from snapshot.io.storage import FileStat
 from snapshot.io.url import URL
-from snapshot.manifest.document import METADATA
 from snapshot.progress import Meter
 from snapshot.save.compression import usual_budget
 from snapshot.save.take_options import TakeRequest
 from snapshot.save.take_slots import TakeSlot, take_slots
-from snapshot.save.transaction import PathState, State, Transaction, expect_own_manifest
-
-# The agreement before a take: all ranks agree on path and id, and the leader claims the path.
+from snapshot.save.transaction import State, Transaction
 
 OpenSession = Callable[[URL], Session]
 
@@ -42,117 +34,103 @@ class Answer(msgspec.Struct, array_like=True):
     """The globs that all ranks gave."""
 
 
-class TakeOpening:
-    """A take that all ranks have agreed on. As a context, an error before writing begins ends the take.
+class Claim(NamedTuple):
+    """A take's right to write at a path. All ranks have agreed on it."""
 
-    Later, the writing code closes the session and ends the exchange.
-    """
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        session: Session,
-        transaction: Transaction,
-        globs: Sequence[str],
-        meter: Meter,
-        *,
-        overwrite: bool,
-    ) -> None:
-        self.exchange = exchange
-        self.session = session
-        self.globs = globs
-        self.meter = meter
-        self._transaction = transaction
-        self._overwrite = overwrite
-        self._expected: LoopFuture[PathState] | None = None
+    exchange: Exchange
+    session: Session
+    transaction: Transaction
+    globs: Sequence[str]
+    """The `replicated` globs that all ranks gave."""
+    meter: Meter
 
     @property
     def save_id(self) -> str:
         """The save id, which is part of all file names."""
-        return self._transaction.save_id
-
-    def look_at_path(self) -> None:
-        """Check the path in the background, and refuse to replace a snapshot. A leader has done so already."""
-        if self.exchange.alone:
-            self._expected = start(expect_at_path(self.session, overwrite=self._overwrite))
-
-    def transaction(self) -> Transaction:
-        """Wait for the check of the path, and return the transaction. The first call must not be on the loop."""
-        if self._expected is not None:
-            self._transaction.expect(self._expected.result())
-            self._expected = None
-        return self._transaction
-
-    def expect_path_free(self) -> None:
-        """Raise `SnapshotExistsError` if a snapshot is there that must not be overwritten."""
-        self.transaction()
+        return self.transaction.save_id
 
     def path_as_given(self, given: str | os.PathLike[str]) -> str | os.PathLike[str]:
         """Return the path as this rank gave it, or the leader's if they differ."""
         return given if URL.parse(os.fspath(given)) == self.session.url else self.session.url.reveal()
 
-    def __enter__(self) -> TakeOpening:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            return
-        if self._expected is not None:  # otherwise it could open connections after the storage is closed
-            self._expected.cancel()
-            self._expected.settled(60)
-        if self._transaction.state in (State.NEW, State.CLAIMED, State.SHARING):
+    def give_up(self, error: BaseException) -> None:
+        """End the take after an error, unless its writing has begun: then what writes does so."""
+        self.transaction.stop_looking()
+        if self.transaction.state in (State.NEW, State.CLAIMED, State.SHARING):
             self.meter.close()
             self.exchange.fail(error)
-            run(self._transaction.abort())
+            run(self.transaction.abort())
             run(self.session.close())
             emit("failed", self.meter.verb, str(self.session.url), error=error)
 
 
-def open_take(
+@contextmanager
+def claimed(
     exchange: Exchange,
     url: URL,
-    globs: Sequence[str],
     meter: Meter,
     open_session: OpenSession,
     *,
     overwrite: bool,
+    globs: Sequence[str] = (),
     keys: Sequence[str] = (),
-) -> TakeOpening:
-    """Agree on a take. The leader of several ranks refuses to replace a snapshot, and claims the path.
+) -> Iterator[Claim]:
+    """Agree on a take, and look whether a snapshot at the path must be kept. An error in the block ends the take.
 
-    All ranks must have the same `keys`.
+    The leader of several ranks stores its claim here. A single rank stores it before its first file: the block begins
+    at once, and `Transaction.expect_free` waits for the look. All ranks must have the same `keys`.
     """
-    if exchange.alone:
-        session = open_session(url)
-        transaction = Transaction(session, exchange, secrets.token_hex(6))
-        return TakeOpening(exchange, session, transaction, globs, meter, overwrite=overwrite)
+    claim = _agree_on_claim(exchange, url, meter, open_session, overwrite=overwrite, globs=globs, keys=keys)
+    try:
+        yield claim
+    except BaseException as error:
+        claim.give_up(error)
+        raise
+
+
+def _agree_on_claim(
+    exchange: Exchange,
+    url: URL,
+    meter: Meter,
+    open_session: OpenSession,
+    *,
+    overwrite: bool,
+    globs: Sequence[str],
+    keys: Sequence[str],
+) -> Claim:
     opened: list[tuple[Session, Transaction]] = []
+
+    def begin(url: URL, save_id: str) -> Transaction:
+        session = open_session(url)
+        transaction = Transaction(session, exchange, save_id)
+        opened.append((session, transaction))
+        return transaction
 
     def lead(hellos: list[Hello]) -> Answer:
         expect_same_verb(hellos)
         expect_same_keys("sign", [hello.keys for hello in hellos])
-        session = open_session(url)
-        transaction = Transaction(session, exchange, secrets.token_hex(6))
-        opened.append((session, transaction))
-        transaction.expect(run(expect_at_path(session, overwrite=overwrite)))
+        transaction = begin(url, secrets.token_hex(6))
+        transaction.look_at_path(overwrite=overwrite)
         run(transaction.claim())
         return Answer(hellos[0].path, transaction.save_id, common_globs(hellos))
 
     try:
-        answer = exchange.agree(Hello(meter.verb, url.reveal(), list(globs), list(keys)), lead, Hello, Answer)
-        url = agreed_url(url, answer.path)
-        warn_of_globs(globs, answer.globs)  # a warning may be an error
-        if not opened:
-            session = open_session(url)
-            opened.append((session, Transaction(session, exchange, answer.save_id)))
+        if exchange.alone:
+            begin(url, secrets.token_hex(6)).look_at_path(overwrite=overwrite)
+        else:
+            answer = exchange.agree(Hello(meter.verb, url.reveal(), list(globs), list(keys)), lead, Hello, Answer)
+            url = agreed_url(url, answer.path)
+            warn_of_globs(globs, answer.globs)  # a warning may be an error
+            globs = answer.globs
+            if not opened:
+                begin(url, answer.save_id)
     except BaseException:
         for session, transaction in opened:
+            transaction.stop_looking()
             run(transaction.abort())
             run(session.close())
         raise
-    return TakeOpening(exchange, *opened[0], answer.globs, meter, overwrite=overwrite)
+    return Claim(exchange, *opened[0], globs, meter)
 
 
 def common_globs(hellos: Sequence[Hello]) -> list[str]:
@@ -183,68 +161,21 @@ def open_dry_run(
     return open_session(agreed_url(url, answer.path)), answer.globs
 
 
-CLAIMED_OR_DATA = (".take-", "data/")
-"""Beginnings of the names that a save has in the root of a snapshot, apart from the manifest."""
-
-
-async def expect_at_path(session: Session, *, overwrite: bool) -> PathState:
-    """Return the state that the commit expects at the path. Raise if a snapshot exists and may not be overwritten.
-
-    A name that a listing misses only delays the error: the commit checks again.
-    """
-    capabilities = session.storage.capabilities
-    if not (capabilities.write and capabilities.atomic_put):
-        raise SnapshotError(f"{session.url}: this storage is read-only")
-    names = await session.storage.list_root()
-    known = {METADATA, DCP_METADATA} if names is None else {name.rstrip("/") for name in names}
-    manifest = await _stat(session, METADATA) if METADATA in known else None
-    other = await _stat(session, DCP_METADATA, errno.EISDIR, errno.ENOTDIR) if DCP_METADATA in known else None
-    if other is not None and not await is_notice(session.storage):
-        raise SnapshotExistsError(
-            f"{session.url}: holds a checkpoint of torch.distributed.checkpoint, which other tools would read instead "
-            "of this one; save to another path, or delete its files"
-        )
-    if manifest is None:
-        return PathState(is_clean=names is not None and not any(name.startswith(CLAIMED_OR_DATA) for name in names))
-    if not overwrite:
-        raise SnapshotExistsError(f"{session.url}: a snapshot exists already").with_cure(
-            "save to another path, or pass overwrite=True"
-        )
-    with suppress(StorageNotFoundError):
-        await expect_own_manifest(session.storage)
-    return PathState(manifest.token)
-
-
-async def _stat(session: Session, path: str, *absent: int) -> FileStat | None:
-    """Return the stat of a path, or None. Errors with a number in `absent` count as a missing file."""
-    try:
-        return await session.storage.stat(path)
-    except StorageNotFoundError:
-        return None
-    except StorageError as error:
-        if error.errno not in absent:
-            raise
-        return None
-
-
-# The beginning of a take: a session for its options, and agreement between the ranks.
-
-
 def begin_take(
     exchange: Exchange,
     path: str | os.PathLike[str],
     options: TakeRequest,
     meter: Meter,
     slot: TakeSlot | None = None,
-) -> TakeOpening:
-    """Agree with the other ranks on a take."""
-    return open_take(
+) -> AbstractContextManager[Claim]:
+    """Claim the path of a take with the other ranks."""
+    return claimed(
         exchange,
         URL.parse(os.fspath(path)),
-        options.replicated or (),
         meter,
         partial(session_for_take, options, slot=slot),
         overwrite=options.overwrite,
+        globs=options.replicated or (),
         keys=options.keys,
     )
 

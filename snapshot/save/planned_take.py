@@ -25,7 +25,7 @@ from snapshot.manifest.entries import needs_third_format
 from snapshot.plan.layout import LEFT_OUT, SavePlan, name_data_file
 from snapshot.plan.plan_cache import PlanCache
 from snapshot.reports import TakeReport
-from snapshot.save.begin import TakeOpening
+from snapshot.save.begin import Claim
 from snapshot.save.commit import (
     LONG,
     SHORTEST,
@@ -133,12 +133,12 @@ class AtCommit(NamedTuple):
 class Take:
     """One take on this rank: its files, and the commit.
 
-    From its first step on, `write_and_commit` ends everything that the opening started: session, exchange and meter.
+    From its first step on, `write_and_commit` ends everything that the claim has: session, exchange and meter.
     """
 
     def __init__(
         self,
-        opening: TakeOpening,
+        claim: Claim,
         share: RankShare,
         plan: SavePlan,
         unchanged: Unchanged,
@@ -149,13 +149,13 @@ class Take:
     ) -> None:
         signer = commit.signer
         if signer is not None:
-            signer.expect_signable(opening.session.storage, leads=opening.exchange.rank == 0)
+            signer.expect_signable(claim.session.storage, leads=claim.exchange.rank == 0)
         self._signer = signer
-        self.opening = opening
-        self.session = opening.session
+        self.claim = claim
+        self.session = claim.session
         self.plan = plan
-        self._exchange = opening.exchange
-        self._meter = opening.meter
+        self._exchange = claim.exchange
+        self._meter = claim.meter
         self._share = share
         self.staging = staging
         self._metadata, self._later = commit.metadata, commit.later
@@ -200,7 +200,7 @@ class Take:
     def start(self) -> LoopFuture[None]:
         """Start to write in the background, once, and return the work."""
         if self.work is None:
-            self.opening.transaction()  # an existing snapshot is an error of the call
+            self.claim.transaction.expect_free()  # an existing snapshot is an error of the call
             self.work = work_on(self.write_and_commit())
             self.work.begin()
         return self.work
@@ -210,7 +210,7 @@ class Take:
 
         From the commit on, nothing can be interrupted: a committed snapshot must not be deleted.
         """
-        transaction = self.opening.transaction()
+        transaction = self.claim.transaction
         try:
             async with transaction:
                 try:
@@ -369,5 +369,5 @@ class Take:
         for location, chunks in small.items():
             trees[location] = await in_thread(tree_of, *chunks)
         if own_part:
-            trees[own_part_path(self.opening.save_id, self._exchange.rank)] = await in_thread(tree_of, own_part)
+            trees[own_part_path(self.claim.save_id, self._exchange.rank)] = await in_thread(tree_of, own_part)
         return trees

@@ -43,7 +43,7 @@ from snapshot.save.base_files import (
     open_base,
     read_tables,
 )
-from snapshot.save.begin import TakeOpening
+from snapshot.save.begin import Claim
 from snapshot.save.compression import PackedResult
 from snapshot.save.rank_share import RankShare
 from snapshot.save.staging import Stager
@@ -259,7 +259,7 @@ class FileSharing:
 
     def __init__(
         self,
-        opening: TakeOpening,
+        claim: Claim,
         share: RankShare,
         bases: Sequence[Base],
         comparer: Comparer,
@@ -268,8 +268,8 @@ class FileSharing:
         two_copies: bool,
         signed: bool = False,
     ) -> None:
-        self._opening = opening
-        self._session = opening.session
+        self._claim = claim
+        self._session = claim.session
         self._leaves = share.leaves
         self._bases = bases
         self._comparer = comparer
@@ -359,7 +359,7 @@ class FileSharing:
         """Give each file a name in this take. A file that cannot be shared is written instead."""
         if not matches:
             return
-        transaction, rank = self._opening.transaction(), self._opening.exchange.rank
+        transaction, rank = self._claim.transaction, self._claim.exchange.rank
         names = [name_data_file(transaction.save_id, rank, number, "safetensors") for number in range(len(matches))]
         self._made.used = len(names)
         await transaction.begin_sharing(names)
@@ -385,7 +385,7 @@ class FileSharing:
                 await self._delete(name)
         if kept:
             nbytes = self._made.nbytes
-            emit("shared", self._opening.meter.verb, str(self._session.url), files=len(kept), bytes=nbytes)
+            emit("shared", self._claim.meter.verb, str(self._session.url), files=len(kept), bytes=nbytes)
             log.debug("%s: shares %s in %s", self._session.url, size_text(nbytes), counted(len(kept), "file"))
 
     async def _share_one(self, match: Comparison, name: str) -> bool:
@@ -432,9 +432,7 @@ ABSENT = (SnapshotNotFoundError, CorruptSnapshotError, UnsupportedFormatError, S
 """Errors of a base that make a take write everything."""
 
 
-def find_unchanged(
-    opening: TakeOpening, share: RankShare, app_state: Mapping[str, Any], options: TakeRequest
-) -> Unchanged:
+def find_unchanged(claim: Claim, share: RankShare, app_state: Mapping[str, Any], options: TakeRequest) -> Unchanged:
     """Compare the tensors of this rank with the bases, and share or omit what is equal.
 
     When this returns, nothing that it shares or omits is read from the live tensors again.
@@ -442,29 +440,29 @@ def find_unchanged(
     frozen = find_frozen(app_state, share.leaves)
     unchanged = Unchanged(compares=options.base is not None)
     with ExitStack() as opened:
-        bases = _open_bases(opening, options, unchanged.notes, opened)
+        bases = _open_bases(claim, options, unchanged.notes, opened)
         unchanged.groups = group_leaves(share, frozen, bases[0].opened.document.save_id if bases else None)
         if not bases:
             return unchanged
-        opening.transaction()  # an existing snapshot is an error before anything is compared
+        claim.transaction.expect_free()  # an existing snapshot is an error before anything is compared
         unchanged.compared = bases[0].copies()
         stager = Stager(share.leaves, copies=False)
         opened.callback(stager.forget)
-        comparer = Comparer(opening, stager, unchanged.notes, read_all=options.read_back_share == 1.0)
+        comparer = Comparer(claim, stager, unchanged.notes, read_all=options.read_back_share == 1.0)
         left_out = set[int]()
-        if options.only and (lasting := _find_lasting(opening, bases[0], unchanged.notes)) is not None:
+        if options.only and (lasting := _find_lasting(claim, bases[0], unchanged.notes)) is not None:
             left_out = run(omit_frozen(share, frozen, bases[0], comparer, unchanged))
             unchanged.leave_out(share.leaves, left_out)
             unchanged.base_session, unchanged.base_id = partial(_open_lasting, bases[0]), lasting
         signed = options.signer is not None
-        sharing = FileSharing(opening, share, bases, comparer, unchanged, two_copies=options.two_copies, signed=signed)
+        sharing = FileSharing(claim, share, bases, comparer, unchanged, two_copies=options.two_copies, signed=signed)
         run(sharing.run(left_out))
     return unchanged
 
 
-def _open_bases(opening: TakeOpening, options: TakeRequest, notes: list[str], opened: ExitStack) -> list[Base]:
+def _open_bases(claim: Claim, options: TakeRequest, notes: list[str], opened: ExitStack) -> list[Base]:
     """Open the newest two bases. One that is not a snapshot of as many ranks is left out, with a note."""
-    session, exchange = opening.session, opening.exchange
+    session, exchange = claim.session, claim.exchange
     bases: list[Base] = []
     for source in options.bases[:2]:
         base = locate_source(source, Location(session.url, options.storage_options))
@@ -496,12 +494,12 @@ def _open_bases(opening: TakeOpening, options: TakeRequest, notes: list[str], op
     return bases
 
 
-def _find_lasting(opening: TakeOpening, base: Base, notes: list[str]) -> str | None:
+def _find_lasting(claim: Claim, base: Base, notes: list[str]) -> str | None:
     """Return the save id of the snapshot that will have what is left out.
 
     Return None if it is not there, or if this take replaces it.
     """
-    reference, session = base.reference, opening.session
+    reference, session = base.reference, claim.session
     save_id = base.opened.document.save_id
     try:
         if reference is not None:

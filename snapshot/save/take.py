@@ -21,7 +21,7 @@ from snapshot.plan.layout import SavePlan
 from snapshot.progress import Meter, ProgressArgument
 from snapshot.reports import TakeReport
 from snapshot.save.background_take import LateCopies, StagingAhead
-from snapshot.save.begin import TakeOpening, begin_take, open_dry_run, session_for_take
+from snapshot.save.begin import Claim, begin_take, open_dry_run, session_for_take
 from snapshot.save.compression import choose_packing
 from snapshot.save.observers import Observers, TakeView
 from snapshot.save.planned_take import AtCommit, PartStaging, Take, Verify, plan_writes
@@ -85,12 +85,11 @@ def run_take(
         options = call.request()  # its errors are sent to the other ranks
         check_app_state(app_state)
         meter = Meter("take", shown_once(options.progress, pg))
-        with begin_take(exchange, path, options, meter) as opening, ExitStack() as opened:
-            opening.look_at_path()
-            opening.expect_path_free()  # before any state is collected
-            take = _assemble(opened, opening, app_state, options)
+        with begin_take(exchange, path, options, meter) as claim, ExitStack() as opened:
+            claim.transaction.expect_free()  # before any state is collected
+            take = _assemble(opened, claim, app_state, options)
             run(take.write_and_commit())
-    return opening.path_as_given(path), take.report
+    return claim.path_as_given(path), take.report
 
 
 def start_take(
@@ -115,24 +114,23 @@ def start_take(
         with (
             take_slots().take(options.when_busy) as slot,
             gc_paused(),
-            begin_take(exchange, path, options, meter, slot) as opening,
+            begin_take(exchange, path, options, meter, slot) as claim,
             ExitStack() as opened,
         ):
-            opening.look_at_path()
-            take = _assemble(opened, opening, app_state, options, background=not works_here(), sink=sink)
+            take = _assemble(opened, claim, app_state, options, background=not works_here(), sink=sink)
             report, staging = take.report, take.staging
             if isinstance(staging, StagingAhead):
                 work, late = staging.stage(take), staging.late
             else:
                 work, late = take.start(), None
             slot.leave_after(work)
-            place = opening.path_as_given(path)
-            return make(StartedTake(place, report, work, meter, late, opening.save_id))
+            place = claim.path_as_given(path)
+            return make(StartedTake(place, report, work, meter, late, claim.save_id))
 
 
 def _assemble(
     opened: ExitStack,
-    opening: TakeOpening,
+    claim: Claim,
     app_state: AppState,
     options: TakeRequest,
     *,
@@ -140,24 +138,24 @@ def _assemble(
     sink: PartSink | None = None,
 ) -> Take:
     """Collect, agree, share, compare and plan. `opened`: what an error in the rest of the call ends."""
-    session, verb = opening.session, opening.meter.verb
-    share = collect_rank_share(opening.exchange, session, app_state, options, opening.globs)
+    session, verb = claim.session, claim.meter.verb
+    share = collect_rank_share(claim.exchange, session, app_state, options, claim.globs)
     packing = choose_packing(options.compression, session, share.leaves)
     overlapped = background and options.staging == "overlapped" and options.prepare is None and not is_exiting()
-    late = opened.enter_context(LateCopies(opening, share, app_state if overlapped else None))
-    unchanged = find_unchanged(opening, share, app_state, options)
-    observers = _observe(opening, share, app_state, options)
+    late = opened.enter_context(LateCopies(claim, share, app_state if overlapped else None))
+    unchanged = find_unchanged(claim, share, app_state, options)
+    observers = _observe(claim, share, app_state, options)
     groups = unchanged.groups_with(late.marks)
     plan = plan_writes(share, session, staged=background, groups=groups, expected=options.plan, packing=packing)
     staging: PartStaging
     if background:
-        staging = opened.enter_context(StagingAhead(opening, share, plan, late, sink))
+        staging = opened.enter_context(StagingAhead(claim, share, plan, late, sink))
     else:
         stager = Stager(share.leaves, copies=session.storage.limits.alignment > 1)
         opened.enter_context(stager.digesting(plan.files, session.budget))
         staging = PartStaging(stager)
     return Take(
-        opening,
+        claim,
         share,
         plan,
         unchanged,
@@ -173,17 +171,17 @@ def _assemble(
     )
 
 
-def _observe(opening: TakeOpening, share: RankShare, app_state: AppState, options: TakeRequest) -> Observers:
+def _observe(claim: Claim, share: RankShare, app_state: AppState, options: TakeRequest) -> Observers:
     """Show the state that is taken to the observers."""
     view = TakeView(
         app_state,
         share.flat,
         share.leaves,
         share.replicas,
-        opening.session.url,
-        opening.meter.verb,
-        int(opening.save_id, 16),
-        opening.exchange.world == 1,
+        claim.session.url,
+        claim.meter.verb,
+        int(claim.save_id, 16),
+        claim.exchange.world == 1,
     )
     return Observers(view, options.observed)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum, auto
@@ -22,10 +23,12 @@ from snapshot.errors import (
     StorageNotFoundError,
 )
 from snapshot.events import emit, log, span
-from snapshot.formats.dcp_notice import remove_notice
+from snapshot.formats.dcp_notice import METADATA as DCP_METADATA
+from snapshot.formats.dcp_notice import is_notice, remove_notice
 from snapshot.io.aio import shielded
+from snapshot.io.loop import LoopFuture, start
 from snapshot.io.session import Session
-from snapshot.io.storage import ABSENT, ANYTHING, Expect, Storage
+from snapshot.io.storage import ABSENT, ANYTHING, Expect, FileStat, Storage
 from snapshot.io.system import PerProcess
 from snapshot.manifest.document import METADATA
 
@@ -326,6 +329,50 @@ class PathState(NamedTuple):
     """True if no other save has files there, so there is nothing to clean up after the commit."""
 
 
+CLAIMED_OR_DATA = (".take-", "data/")
+"""Beginnings of the names that a save has in the root of a snapshot, apart from the manifest."""
+
+
+async def expect_at_path(session: Session, *, overwrite: bool) -> PathState:
+    """Return the state that the commit expects at the path. Raise if a snapshot exists and may not be overwritten.
+
+    A name that a listing misses only delays the error: the commit checks again.
+    """
+    capabilities = session.storage.capabilities
+    if not (capabilities.write and capabilities.atomic_put):
+        raise SnapshotError(f"{session.url}: this storage is read-only")
+    names = await session.storage.list_root()
+    known = {METADATA, DCP_METADATA} if names is None else {name.rstrip("/") for name in names}
+    manifest = await _stat(session, METADATA) if METADATA in known else None
+    other = await _stat(session, DCP_METADATA, errno.EISDIR, errno.ENOTDIR) if DCP_METADATA in known else None
+    if other is not None and not await is_notice(session.storage):
+        raise SnapshotExistsError(
+            f"{session.url}: holds a checkpoint of torch.distributed.checkpoint, which other tools would read instead "
+            "of this one; save to another path, or delete its files"
+        )
+    if manifest is None:
+        return PathState(is_clean=names is not None and not any(name.startswith(CLAIMED_OR_DATA) for name in names))
+    if not overwrite:
+        raise SnapshotExistsError(f"{session.url}: a snapshot exists already").with_cure(
+            "save to another path, or pass overwrite=True"
+        )
+    with contextlib.suppress(StorageNotFoundError):
+        await expect_own_manifest(session.storage)
+    return PathState(manifest.token)
+
+
+async def _stat(session: Session, path: str, *absent: int) -> FileStat | None:
+    """Return the stat of a path, or None. Errors with a number in `absent` count as a missing file."""
+    try:
+        return await session.storage.stat(path)
+    except StorageNotFoundError:
+        return None
+    except StorageError as error:
+        if error.errno not in absent:
+            raise
+        return None
+
+
 class State(Enum):
     """The progress of a save. Only its transaction changes it."""
 
@@ -364,6 +411,7 @@ class Transaction:
         self._exchange = exchange
         self.save_id = save_id
         self._found = PathState()
+        self._look: LoopFuture[PathState] | None = None
         self._state = State.NEW
         self._files: Sequence[str] = ()
         self._checked: Sequence[str] = ()
@@ -373,9 +421,28 @@ class Transaction:
         """The progress of the save."""
         return self._state
 
-    def expect(self, found: PathState) -> None:
-        """Record the state of the path: the commit fails if its manifest has changed by then."""
-        self._found = found
+    def look_at_path(self, *, overwrite: bool) -> None:
+        """Begin to look at the path. The commit fails if its manifest has changed since then.
+
+        The look runs beside what the caller does next, and `claim` waits for it.
+        """
+        self._look = start(expect_at_path(self._session, overwrite=overwrite))
+
+    def expect_free(self) -> None:
+        """Wait for the look at the path. Raise `SnapshotExistsError` if a snapshot is there that must be kept."""
+        if self._look is not None:
+            self._found = self._look.result()
+
+    async def await_free(self) -> None:
+        """As `expect_free`, for work on the loop."""
+        if self._look is not None:
+            self._found = await asyncio.wrap_future(self._look)
+
+    def stop_looking(self) -> None:
+        """End the look at the path: it must not open connections after the storage is closed."""
+        if self._look is not None:
+            self._look.cancel()
+            self._look.settled(60)
 
     async def claim(self) -> None:
         """Store a claim at the path: a file that tells other processes that this save is running.
@@ -385,6 +452,7 @@ class Transaction:
         """
         if self._state not in (State.NEW, State.BEGUN):
             return
+        await self.await_free()
         self._state = State.CLAIMED if self._state is State.NEW else State.WRITING
         pending_saves().add(self.save_id)
         condition = ABSENT if self._storage.capabilities.conditional_put else ANYTHING

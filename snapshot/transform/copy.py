@@ -45,7 +45,7 @@ from snapshot.manifest.parts import EncodedPart, ManifestPart, encode_own_part
 from snapshot.manifest.paths import signature_path
 from snapshot.progress import Meter
 from snapshot.reports import CopyReport
-from snapshot.save.begin import TakeOpening, open_take
+from snapshot.save.begin import Claim, claimed
 from snapshot.save.commit import commit_together, expect_written, raise_fault_of_another_rank, while_all_go_on
 from snapshot.save.transaction import committed_save_id
 from snapshot.save.writer import write_small
@@ -273,10 +273,9 @@ def copy_checkpoint(operation: Operation, origin: Location, target: Target, choi
         report = _copy_selection(operation, opened, choice, target)
     else:
         opened = opened.as_stored()
-        with open_take(exchange, url, (), operation.meter, opener, overwrite=overwrite) as opening:
-            opening.look_at_path()
-            opening.transaction()
-            report = run(_Copy(opened, opening, verify=choice.verify).make())
+        with claimed(exchange, url, operation.meter, opener, overwrite=overwrite) as claim:
+            claim.transaction.expect_free()
+            report = run(_Copy(opened, claim, verify=choice.verify).make())
     signed = run(_is_signed(opened))
     return operation.done(replace(report, was_signed=signed), "copied", bytes=report.nbytes)
 
@@ -335,13 +334,13 @@ class _Copied(msgspec.Struct, array_like=True):
 class _Copy:
     """A copy of one whole snapshot to another storage. Each rank copies a share of the files."""
 
-    def __init__(self, opened: Opened, opening: TakeOpening, *, verify: bool) -> None:
+    def __init__(self, opened: Opened, claim: Claim, *, verify: bool) -> None:
         self._source = opened
         self._document = opened.document
-        self._opening = opening
-        self._exchange = opening.exchange
-        self._target = opening.session
-        self._meter = opening.meter
+        self._transaction = claim.transaction
+        self._exchange = claim.exchange
+        self._target = claim.session
+        self._meter = claim.meter
         self._verify = verify
         own = opened.document.own_files
         names = sorted(own)
@@ -369,7 +368,7 @@ class _Copy:
 
     async def _write(self, files: Sequence[CopiedFile], parts: Mapping[str, ManifestPart]) -> None:
         """Claim, write, commit and clean up, as a take does. If a step fails, delete everything."""
-        transaction, exchange = self._opening.transaction(), self._exchange
+        transaction, exchange = self._transaction, self._exchange
         places = _new_paths(transaction.save_id, [*self._document.own_files, *parts])
         names = [places[each.location] for each in files]
 

@@ -35,7 +35,7 @@ from snapshot.maps.tensor_map import TensorMap
 from snapshot.plan.layout import partition_items
 from snapshot.plan.names import Rename, expect_globs
 from snapshot.reports import ConvertReport
-from snapshot.save.begin import open_take
+from snapshot.save.begin import claimed
 from snapshot.save.compression import choose_packing, expect_compression, usual_budget
 from snapshot.save.planned_take import AtCommit, PartStaging, Take, plan_writes
 from snapshot.save.rank_share import RankShare, item_of, size_of
@@ -559,15 +559,14 @@ def write_as_snapshot(
     if recording.flat.pickled:
         log.warning("%s: kept as pickles: %s", url, ", ".join(sorted(recording.flat.pickled)[:20]))
     opener = partial(target.open, operation)
-    with open_take(exchange, url, (), operation.meter, opener, overwrite=target.overwrite) as opening:
-        opening.look_at_path()
-        opening.transaction()
+    with claimed(exchange, url, operation.meter, opener, overwrite=target.overwrite) as claim:
+        claim.transaction.expect_free()
         share = RecordedShare(exchange, recording, document.world_size)
-        packing = choose_packing(target.compression, opening.session, ())
-        plan = plan_writes(share, opening.session, staged=False, packing=packing)
+        packing = choose_packing(target.compression, claim.session, ())
+        plan = plan_writes(share, claim.session, staged=False, packing=packing)
         source = make_source(opened, share.leaves, share.origins, LeafReads(choice.verify))
         commit = AtCommit(add_root(document))
-        take = Take(opening, share, plan, Unchanged(), staging=PartStaging(source), packing=packing, commit=commit)
+        take = Take(claim, share, plan, Unchanged(), staging=PartStaging(source), packing=packing, commit=commit)
         run(take.write_and_commit())
     changed = tuple(memory_changes(entries, lambda *_: True))
     return ConvertReport("snapshot", recording.tensors, take.committed_bytes, tuple(recording.uncast), changed=changed)

@@ -44,7 +44,6 @@ from snapshot.manifest.document import METADATA, merge
 from snapshot.manifest.paths import encode_component
 from snapshot.plan.layout import name_data_file
 from snapshot.progress import unmetered
-from snapshot.save.begin import expect_at_path
 from snapshot.save.collect import report_pickles
 from snapshot.save.describe import RankManifest, build_entries
 from snapshot.save.planned_take import plan_writes
@@ -572,7 +571,8 @@ class SnapshotWriter(StorageWriter):
         not: this one may have ended without notice, by an error of another rank.
         """
         transaction = save.transaction
-        transaction.expect(await expect_at_path(save.session, overwrite=self.overwrite))
+        transaction.look_at_path(overwrite=self.overwrite)
+        await transaction.await_free()
         if self._alone:
             await self._refuse_shadow()
         if (earlier := _newest.get().get(save.where)) is not None:
