@@ -325,7 +325,7 @@ class Comparer:
         self._claim = claim
         self._session = claim.session
         self._stager = stager
-        self._notes = notes
+        self.notes = notes
         self._read_all = read_all
         self._rotten: set[str] = set()
 
@@ -416,7 +416,7 @@ class Comparer:
 
     def note(self, held: BaseFile, what: str) -> None:
         """Add a line about a file to the report."""
-        self._notes.append(f"{held.place}: {what}")
+        self.notes.append(f"{held.place}: {what}")
 
 
 def _runs_of(blocks: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:

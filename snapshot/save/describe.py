@@ -30,7 +30,7 @@ from snapshot.plan.consensus import digest_layout, sum_digests
 from snapshot.plan.layout import Extent, place_box
 from snapshot.save.compression import PackedResult
 from snapshot.save.rank_share import RankShare
-from snapshot.save.reuse import Unchanged
+from snapshot.save.reuse import NO_REUSE, Reuse
 from snapshot.save.writer import WrittenFile
 from snapshot.state.leaves import Blob, Leaf
 from snapshot.tensors.digest import RunningDigest, digest_bytes, digest_range
@@ -80,11 +80,11 @@ class _Binary:
 def build_entries(
     share: RankShare,
     written: Sequence[WrittenFile],
-    unchanged: Unchanged,
     binary_path: str,
     *,
     structure: str,
     metadata: msgspec.Raw,
+    reuse: Reuse = NO_REUSE,
 ) -> RankManifest:
     """Return one rank's entries, and the content of its `.bin` file.
 
@@ -109,7 +109,8 @@ def build_entries(
                 stored.extra = leaf.extra
             entries[leaf.path] = stored
 
-    for extent, held in unchanged.omitted:
+    omitted = reuse.omitted
+    for extent, held in omitted.ranges if omitted is not None else ():
         add(leaves[extent.leaf], extent, held)
     for each in written:
         where = each.location
@@ -132,8 +133,9 @@ def build_entries(
     for path, owner in share.flat.ties.items():
         entries[path] = _entry_of_tie(entries[owner])
     own, shared = share.entries(entries)
-    files = {each.location: _file_entry(each, binary, compare=unchanged.compares) for each in written}
-    files |= unchanged.base_files
+    files = {each.location: _file_entry(each, binary, compare=reuse.compares) for each in written}
+    if omitted is not None:
+        files |= omitted.files
     if binary.chunks:
         files[binary.location] = FileEntry(binary.size)
     cut = share.replication.cut or (share.alone and share.world == 1 and len(entries) > d.IN_ONE)
@@ -148,7 +150,7 @@ def build_entries(
         share.world,
         cut,
         share.replication.paths,
-        unchanged.reference,
+        omitted.base if omitted is not None else None,
     )
 
 

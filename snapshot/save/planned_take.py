@@ -42,7 +42,7 @@ from snapshot.save.compression import Packing, layout_of_leaves, longest_file, n
 from snapshot.save.describe import RankManifest, build_entries, describe_alone, encode_for_leader, shard_checksums
 from snapshot.save.observers import Observers
 from snapshot.save.rank_share import RankShare
-from snapshot.save.reuse import Unchanged, remember_unchanged
+from snapshot.save.reuse import NO_REUSE, Reuse, remember_unchanged
 from snapshot.save.staging import PartSource
 from snapshot.save.take_options import TakeSigner
 from snapshot.save.transaction import State, Transaction
@@ -141,11 +141,11 @@ class Take:
         claim: Claim,
         share: RankShare,
         plan: SavePlan,
-        unchanged: Unchanged,
         *,
         staging: PartStaging,
         packing: MemoryBudget | None,
         commit: AtCommit,
+        reuse: Reuse = NO_REUSE,
     ) -> None:
         signer = commit.signer
         if signer is not None:
@@ -159,7 +159,7 @@ class Take:
         self._share = share
         self.staging = staging
         self._metadata, self._later = commit.metadata, commit.later
-        self.unchanged = unchanged
+        self._reuse = reuse
         self._verify = commit.verify
         self._observers = commit.observers or Observers()
         self.committed_bytes = 0
@@ -184,13 +184,15 @@ class Take:
     @property
     def report(self) -> TakeReport:
         """A report of the bytes that this rank writes and shares."""
-        made = self.unchanged
-        base = "" if made.reference is None else made.reference.save_id
-        omitted = sum(stored.nbytes for _, stored in made.omitted)
-        tables = sum(len(table) for each in made.files for table in each.tables.values())
-        found = self._observers.findings
+        made, omitted = self._reuse, self._reuse.omitted
         return TakeReport(
-            self.plan.total_bytes + tables, made.nbytes, len(made.files), omitted, base, tuple(made.notes), found
+            self.plan.total_bytes + sum(len(table) for each in made.files for table in each.tables.values()),
+            made.nbytes,
+            len(made.files),
+            omitted.nbytes if omitted is not None else 0,
+            omitted.base.save_id if omitted is not None else "",
+            tuple(made.notes),
+            self._observers.findings,
         )
 
     def emit(self, name: str, **fields: Any) -> None:
@@ -222,7 +224,8 @@ class Take:
                         known = await while_all_go_on(self._exchange, self._await_metadata(self._later))
                         manifest = replace(manifest, metadata=known)
                     await self.staging.check()
-                    await self.unchanged.expect_base()
+                    if self._reuse.omitted is not None:
+                        await self._reuse.omitted.expect_base()
                     committed = await commit_with_ranks(
                         self.session,
                         self._exchange,
@@ -253,9 +256,7 @@ class Take:
             await shielded(self.session.close())
             self._meter.close()
         seconds = time.perf_counter() - self._began
-        self.emit(
-            "committed", bytes=self.plan.total_bytes, shared_bytes=self.unchanged.nbytes, seconds=round(seconds, 3)
-        )
+        self.emit("committed", bytes=self.plan.total_bytes, shared_bytes=self._reuse.nbytes, seconds=round(seconds, 3))
 
     async def _await_metadata(self, later: Future[Mapping[str, Any]]) -> msgspec.Raw:
         found: Mapping[str, Any] = await asyncio.wrap_future(later)
@@ -272,10 +273,10 @@ class Take:
         """Write the data files, and the files that describe them to the leader."""
         rank, save_id, files = self._exchange.rank, transaction.save_id, self.plan.files
         storage, count = self.session.storage, self._meter.wrote
-        kept, first = self.unchanged, self.unchanged.used
+        kept, first = self._reuse.files, self._reuse.first_number
         locations = [name_data_file(save_id, rank, first + n, "safetensors") for n in range(len(files))]
         binary = name_data_file(save_id, rank, first + len(files), "bin")
-        shared = [each.location for each in kept.files]
+        shared = [each.location for each in kept]
         beside = {
             suffix: name_data_file(save_id, rank, first + len(files), suffix.removeprefix("."))
             for suffix in self._observers.suffixes
@@ -300,7 +301,7 @@ class Take:
             stored=stored,
             packed=packed,
         )
-        written = [*kept.files, *fresh]
+        written = [*kept, *fresh]
         nbytes = self._share.nbytes
         describe = partial(self._describe, save_id, written, binary)
         manifest = describe() if self._share.is_small else await in_thread(describe)
@@ -341,10 +342,10 @@ class Take:
     def _describe(self, save_id: str, written: Sequence[WrittenFile], binary: str) -> RankManifest:
         """Build this rank's entries. The leaves are released."""
         share = self._share
-        remember_unchanged(save_id, share, self.unchanged, written)
+        remember_unchanged(save_id, share, self._reuse, written)
         self.staging.source.forget()
         made = build_entries(
-            share, written, self.unchanged, binary, structure=self.plan.structure, metadata=self._metadata
+            share, written, binary, structure=self.plan.structure, metadata=self._metadata, reuse=self._reuse
         )
         self._observers.described(share.flat.entries)
         return made

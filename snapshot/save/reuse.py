@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -55,71 +55,40 @@ from snapshot.state.model_state import find_frozen
 from snapshot.tensors.digest import FileTree, digest_range
 from snapshot.text import counted, size_text
 
-# The part of a take that need not be written: files that are shared with a base, and tensors that only a base has.
-
 WORTH_SHARING = 64 << 10
 """Minimum bytes of unchanged tensors for files of their own, and of a file that is shared."""
 KEPT = 8
 """Number of takes whose unchanged leaves are remembered."""
 
+Ranges = Mapping[tuple[str, str], tuple[str | None, str]]
+"""The digest and the physical file of each range of a snapshot, by the path of its leaf and its box."""
 _equal: PerProcess[dict[str, frozenset[str]]] = PerProcess(dict)
 """The leaves of recent takes of this process, by save id, that were equal in the base of the take."""
 
 
-@dataclass
-class Unchanged:
-    """The part of a take that need not be written."""
+@dataclass(frozen=True)
+class Reuse:
+    """What a take need not write, since earlier snapshots have it. By default, nothing."""
 
     compares: bool = False
     """True if the take compares its tensors with earlier snapshots, or later takes will."""
     groups: bytes = b""
     """The group of each leaf, for the planner."""
-    files: list[WrittenFile] = field(default_factory=list)
+    files: Sequence[WrittenFile] = ()
     """Files that are shared with a base."""
-    omitted: list[tuple[Extent, TensorEntry]] = field(default_factory=list)
-    """Extents of leaves that only the base has, and where it has them."""
-    base_files: dict[str, FileEntry] = field(default_factory=dict)
-    """The files of the base that have the omitted tensors."""
-    reference: BaseReference | None = None
-    """The base that has the omitted tensors."""
-    compared: Mapping[tuple[str, str], tuple[str | None, str]] | None = None
-    """The digest and the physical file of each range in the newest base, if there is one."""
-    base_session: Callable[[], Session] | None = None
-    """Opens the base that has the omitted tensors."""
-    base_id: str | None = None
-    """The save id that was found there."""
-    used: int = 0
-    """Numbers of data files that are used up."""
-    notes: list[str] = field(default_factory=list)
+    first_number: int = 0
+    """The number of the first data file to write: lower numbers were given to files that are shared."""
+    omitted: Omitted | None = None
+    """Frozen parameters that only a base has."""
+    newest: Ranges | None = None
+    """The ranges of the newest base, if there is one."""
+    notes: Sequence[str] = ()
     """Lines for the report."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the shared files."""
         return sum(each.file.size for each in self.files)
-
-    async def expect_base(self) -> None:
-        """Raise if the base that has the omitted tensors was removed: this snapshot would be incomplete."""
-        if not self.base_files or self.base_session is None:
-            return
-        session = self.base_session()
-        try:
-            if await committed_save_id(session.storage) == self.base_id:
-                return
-        except SnapshotError as error:
-            log.warning("%s: cannot be checked before the commit: %s", session.url, error)
-            return
-        finally:
-            await session.close()
-        raise SnapshotError(f"{session.url}: was removed or replaced during a take that is based on it")
-
-    def leave_out(self, leaves: Sequence[Leaf], numbers: set[int]) -> None:
-        """Keep the planner from planning some leaves."""
-        if numbers:
-            groups = bytearray(self.groups or bytes(len(leaves)))
-            for number in numbers:
-                groups[number] = LEFT_OUT
-            self.groups = bytes(groups)
 
     def groups_with(self, late: bytes) -> bytes:
         """Return the groups, with those of leaves that may be staged late."""
@@ -129,6 +98,45 @@ class Unchanged:
             return late.replace(b"\1", bytes([LATE]))
         pairs = zip(self.groups, late, strict=True)
         return bytes(group if group == LEFT_OUT else group | (LATE if mark else 0) for group, mark in pairs)
+
+
+NO_REUSE = Reuse()
+"""That of a snapshot that is written whole."""
+
+
+@dataclass(frozen=True)
+class Omitted:
+    """The frozen parameters that a take leaves out, and the snapshot that has them."""
+
+    base: BaseReference
+    ranges: Sequence[tuple[Extent, TensorEntry]]
+    """Extents of leaves, and where the base has them."""
+    files: Mapping[str, FileEntry]
+    """The files of the base that have them."""
+    leaves: frozenset[int]
+    """The positions of the leaves."""
+    save_id: str
+    """The save id that was found there. A copy of the base has another one than the base."""
+    open: Callable[[], Session]
+    """Opens the base."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters."""
+        return sum(stored.nbytes for _, stored in self.ranges)
+
+    async def expect_base(self) -> None:
+        """Raise if the base was removed since the comparison: this snapshot would be incomplete."""
+        session = self.open()
+        try:
+            if await committed_save_id(session.storage) == self.save_id:
+                return
+        except SnapshotError as error:
+            log.warning("%s: cannot be checked before the commit: %s", session.url, error)
+            return
+        finally:
+            await session.close()
+        raise SnapshotError(f"{session.url}: was removed or replaced during a take that is based on it")
 
 
 def group_leaves(share: RankShare, frozen: bytes, newest: str | None) -> bytes:
@@ -142,15 +150,15 @@ def group_leaves(share: RankShare, frozen: bytes, newest: str | None) -> bytes:
     return marks if stable >= WORTH_SHARING else b""
 
 
-def remember_unchanged(save_id: str, share: RankShare, unchanged: Unchanged, written: Sequence[WrittenFile]) -> None:
+def remember_unchanged(save_id: str, share: RankShare, reuse: Reuse, written: Sequence[WrittenFile]) -> None:
     """Remember which leaves are equal in the base, for the layout of the next take."""
-    if not unchanged.compared:
+    if not reuse.newest:
         return
     equal, changed = set[str](), set[str]()
     for each in written:
         for extent, digest in zip(each.file.extents, each.digests, strict=True):
             leaf = share.leaves[extent.leaf]
-            held = unchanged.compared.get(name_extent(leaf, extent))
+            held = reuse.newest.get(name_extent(leaf, extent))
             (equal if held is not None and held[0] == digest else changed).add(leaf.path)
     known = _equal.get()
     known[save_id] = frozenset(equal - changed)
@@ -162,7 +170,7 @@ def name_extent(leaf: Leaf, extent: Extent) -> tuple[str, str]:
     return leaf.path, "" if extent.box is None and leaf.origin is None else str(place_box(leaf, extent.box))
 
 
-def index_paths(leaves: Sequence[Leaf], left_out: set[int]) -> dict[str, list[int]]:
+def index_paths(leaves: Sequence[Leaf], left_out: Collection[int]) -> dict[str, list[int]]:
     """Return the positions of the leaves of each path: boxes of a tensor have the same one."""
     index: defaultdict[str, list[int]] = defaultdict(list)
     for number, leaf in enumerate(leaves):
@@ -174,10 +182,10 @@ def index_paths(leaves: Sequence[Leaf], left_out: set[int]) -> dict[str, list[in
 # Omission: frozen parameters that are equal in a base are left out of a take, which records where they are.
 
 
-async def omit_frozen(
-    share: RankShare, frozen: bytes, base: Base, comparer: Comparer, unchanged: Unchanged
-) -> set[int]:
-    """Record the frozen parameters that are equal in the base. Return their positions.
+async def find_omitted(
+    share: RankShare, frozen: bytes, base: Base, comparer: Comparer, *, place: Callable[[], Session], save_id: str
+) -> Omitted | None:
+    """Find the frozen parameters that are equal in the base.
 
     A part of the base's files is read from the disk, as before they are shared.
     """
@@ -196,16 +204,19 @@ async def omit_frozen(
     for comparison in comparisons:
         sound = comparison.equal and comparer.is_sound(comparison)
         changed |= comparison.changed if sound else {extent.leaf for extent in comparison.plan.extents}
+    ranges: list[tuple[Extent, TensorEntry]] = []
+    files: dict[str, FileEntry] = {}
     for number, pieces in found.items():
         for (_, start, length, box), each in pieces.items() if number not in changed else ():
-            unchanged.omitted.append((Extent(number, 0, length, start, box), _as_stored(each.stored)))
+            ranges.append((Extent(number, 0, length, start, box), _as_stored(each.stored)))
             for location in {each.stored.location, *(each.stored.blocks or ())[:1]}:
-                unchanged.base_files[location] = _in_base(base.opened.document.files[location])
+                files[location] = _in_base(base.opened.document.files[location])
     for comparison in comparisons:
         add_use(comparison.held)
-    if unchanged.base_files:
-        unchanged.reference = base.reference or BaseReference(base.opened.document.save_id, str(base.opened.url))
-    return found.keys() - changed
+    if not ranges:
+        return None
+    reference = base.reference or BaseReference(base.opened.document.save_id, str(base.opened.url))
+    return Omitted(reference, ranges, files, frozenset(found.keys() - changed), save_id, place)
 
 
 def _find_pieces(share: RankShare, frozen: bytes, base: Base) -> dict[int, dict[Piece, BaseRange]]:
@@ -263,29 +274,30 @@ class FileSharing:
         share: RankShare,
         bases: Sequence[Base],
         comparer: Comparer,
-        unchanged: Unchanged,
         *,
-        two_copies: bool,
-        signed: bool = False,
+        newest: Ranges,
+        options: TakeRequest,
     ) -> None:
         self._claim = claim
         self._session = claim.session
         self._leaves = share.leaves
         self._bases = bases
+        self._newest = newest
         self._comparer = comparer
-        self._made = unchanged
-        self._two_copies = two_copies
-        self._signed = signed
+        self._two_copies = options.two_copies
+        self._signed = options.signer is not None
+        self.names: list[str] = []
+        """The names that were given to files, also to those that could not be shared."""
         self._trees: dict[str, FileTree] = {}
         """The hashes of the files that are shared, by their names here."""
         self._packed: dict[str, PackedResult | None] = {}
         """The tables of the compressed files among those that are shared."""
 
-    async def run(self, left_out: set[int]) -> None:
-        """Share what did not change, except the leaves `left_out`."""
+    async def run(self, left_out: Collection[int]) -> list[WrittenFile]:
+        """Share the files whose tensors did not change, except the leaves `left_out`. Return the files."""
         base = self._source()
         if base is None or not base.shares or (self._signed and base.signed is None):
-            return
+            return []
         index = index_paths(self._leaves, left_out)
         candidates = list(self._candidates(base))
         tables = await read_tables(base, (each for held in candidates for each in held.ranges))
@@ -297,9 +309,7 @@ class FileSharing:
         ]
         await self._comparer.compare(comparisons)
         matches = self._whole_leaves([each for each in comparisons if each.equal])
-        await self._share(self._whole_leaves([each for each in matches if self._may_share(each)]))
-        shared = {extent.leaf for each in self._made.files for extent in each.file.extents}
-        self._made.leave_out(self._leaves, shared)
+        return await self._share(self._whole_leaves([each for each in matches if self._may_share(each)]))
 
     def _candidates(self, base: Base) -> Iterator[BaseFile]:
         """Yield the files of a base that may be shared."""
@@ -320,7 +330,7 @@ class FileSharing:
         which = 1 if self._two_copies and self._is_linked() else 0
         if len(self._bases) > which:
             return self._bases[which]
-        self._made.notes.append("everything is written, since two physical copies need two earlier snapshots")
+        self._comparer.notes.append("everything is written, since two physical copies need two earlier snapshots")
         return None
 
     def _is_linked(self) -> bool:
@@ -345,9 +355,8 @@ class FileSharing:
             return False
         if not (self._two_copies and self._is_linked()):
             return True
-        newest = self._made.compared or {}
         for extent, digest in zip(match.plan.extents, match.digests, strict=True):
-            held = newest.get(name_extent(self._leaves[extent.leaf], extent))
+            held = self._newest.get(name_extent(self._leaves[extent.leaf], extent))
             if held is None or held[0] != digest or held[1] == match.held.origin:
                 self._comparer.note(match.held, "written again, so that the newest snapshots have two physical copies")
                 return False
@@ -355,38 +364,32 @@ class FileSharing:
 
     # Share
 
-    async def _share(self, matches: Sequence[Comparison]) -> None:
+    async def _share(self, matches: Sequence[Comparison]) -> list[WrittenFile]:
         """Give each file a name in this take. A file that cannot be shared is written instead."""
         if not matches:
-            return
+            return []
         transaction, rank = self._claim.transaction, self._claim.exchange.rank
-        names = [name_data_file(transaction.save_id, rank, number, "safetensors") for number in range(len(matches))]
-        self._made.used = len(names)
-        await transaction.begin_sharing(names)
-        pairs = list(zip(matches, names, strict=True))
+        self.names = [
+            name_data_file(transaction.save_id, rank, number, "safetensors") for number in range(len(matches))
+        ]
+        await transaction.begin_sharing(self.names)
+        pairs = list(zip(matches, self.names, strict=True))
         done = await gather_limited(pairs, lambda each: self._share_one(*each), AT_ONCE)
         shared = [each for each, fine in zip(matches, done, strict=True) if fine]
         kept = self._whole_leaves(shared)
+        files: list[WrittenFile] = []
         for match, name in pairs:
             if match in kept:
                 add_use(match.held)
-                self._made.files.append(
-                    WrittenFile(
-                        match.plan,
-                        name,
-                        match.digests,
-                        match.tables,
-                        match.held,
-                        self._packed[match.held.location],
-                        self._trees.get(name),
-                    )
-                )
+                packed, tree = self._packed[match.held.location], self._trees.get(name)
+                files.append(WrittenFile(match.plan, name, match.digests, match.tables, match.held, packed, tree))
             elif match in shared:
                 await self._delete(name)
-        if kept:
-            nbytes = self._made.nbytes
-            emit("shared", self._claim.meter.verb, str(self._session.url), files=len(kept), bytes=nbytes)
-            log.debug("%s: shares %s in %s", self._session.url, size_text(nbytes), counted(len(kept), "file"))
+        if files:
+            nbytes = sum(each.file.size for each in files)
+            emit("shared", self._claim.meter.verb, str(self._session.url), files=len(files), bytes=nbytes)
+            log.debug("%s: shares %s in %s", self._session.url, size_text(nbytes), counted(len(files), "file"))
+        return files
 
     async def _share_one(self, match: Comparison, name: str) -> bool:
         storage, held = self._session.storage, match.held
@@ -432,32 +435,48 @@ ABSENT = (SnapshotNotFoundError, CorruptSnapshotError, UnsupportedFormatError, S
 """Errors of a base that make a take write everything."""
 
 
-def find_unchanged(claim: Claim, share: RankShare, app_state: Mapping[str, Any], options: TakeRequest) -> Unchanged:
+def find_reuse(claim: Claim, share: RankShare, app_state: Mapping[str, Any], options: TakeRequest) -> Reuse:
     """Compare the tensors of this rank with the bases, and share or omit what is equal.
 
     When this returns, nothing that it shares or omits is read from the live tensors again.
     """
     frozen = find_frozen(app_state, share.leaves)
-    unchanged = Unchanged(compares=options.base is not None)
+    notes: list[str] = []
     with ExitStack() as opened:
-        bases = _open_bases(claim, options, unchanged.notes, opened)
-        unchanged.groups = group_leaves(share, frozen, bases[0].opened.document.save_id if bases else None)
+        bases = _open_bases(claim, options, notes, opened)
+        groups = group_leaves(share, frozen, bases[0].opened.document.save_id if bases else None)
         if not bases:
-            return unchanged
+            return Reuse(compares=options.base is not None, groups=groups, notes=notes)
         claim.transaction.expect_free()  # an existing snapshot is an error before anything is compared
-        unchanged.compared = bases[0].copies()
+        newest, omitted = bases[0].copies(), None
         stager = Stager(share.leaves, copies=False)
         opened.callback(stager.forget)
-        comparer = Comparer(claim, stager, unchanged.notes, read_all=options.read_back_share == 1.0)
-        left_out = set[int]()
-        if options.only and (lasting := _find_lasting(claim, bases[0], unchanged.notes)) is not None:
-            left_out = run(omit_frozen(share, frozen, bases[0], comparer, unchanged))
-            unchanged.leave_out(share.leaves, left_out)
-            unchanged.base_session, unchanged.base_id = partial(_open_lasting, bases[0]), lasting
-        signed = options.signer is not None
-        sharing = FileSharing(claim, share, bases, comparer, unchanged, two_copies=options.two_copies, signed=signed)
-        run(sharing.run(left_out))
-    return unchanged
+        comparer = Comparer(claim, stager, notes, read_all=options.read_back_share == 1.0)
+        if options.only and (lasting := _find_lasting(claim, bases[0], notes)) is not None:
+            place = partial(_open_lasting, bases[0])
+            omitted = run(find_omitted(share, frozen, bases[0], comparer, place=place, save_id=lasting))
+        sharing = FileSharing(claim, share, bases, comparer, newest=newest, options=options)
+        files = run(sharing.run(omitted.leaves if omitted is not None else ()))
+    reused = {extent.leaf for each in files for extent in each.file.extents}
+    return Reuse(
+        compares=True,
+        groups=_leave_out(groups, reused | omitted.leaves if omitted is not None else reused, len(share.leaves)),
+        files=files,
+        first_number=len(sharing.names),
+        omitted=omitted,
+        newest=newest,
+        notes=notes,
+    )
+
+
+def _leave_out(groups: bytes, numbers: Collection[int], count: int) -> bytes:
+    """Return the groups of `count` leaves. The planner leaves out those with these numbers."""
+    if not numbers:
+        return groups
+    marked = bytearray(groups or bytes(count))
+    for number in numbers:
+        marked[number] = LEFT_OUT
+    return bytes(marked)
 
 
 def _open_bases(claim: Claim, options: TakeRequest, notes: list[str], opened: ExitStack) -> list[Base]:

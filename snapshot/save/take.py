@@ -26,7 +26,7 @@ from snapshot.save.compression import choose_packing
 from snapshot.save.observers import Observers, TakeView
 from snapshot.save.planned_take import AtCommit, PartStaging, Take, Verify, plan_writes
 from snapshot.save.rank_share import RankShare, collect_rank_share
-from snapshot.save.reuse import find_unchanged, group_leaves
+from snapshot.save.reuse import find_reuse, group_leaves
 from snapshot.save.staging import Stager
 from snapshot.save.step_barrier import PendingCopy
 from snapshot.save.take_options import TakeCall, TakeRequest, find_sink
@@ -143,9 +143,9 @@ def _assemble(
     packing = choose_packing(options.compression, session, share.leaves)
     overlapped = background and options.staging == "overlapped" and options.prepare is None and not is_exiting()
     late = opened.enter_context(LateCopies(claim, share, app_state if overlapped else None))
-    unchanged = find_unchanged(claim, share, app_state, options)
+    reuse = find_reuse(claim, share, app_state, options)
     observers = _observe(claim, share, app_state, options)
-    groups = unchanged.groups_with(late.marks)
+    groups = reuse.groups_with(late.marks)
     plan = plan_writes(share, session, staged=background, groups=groups, expected=options.plan, packing=packing)
     staging: PartStaging
     if background:
@@ -158,7 +158,7 @@ def _assemble(
         claim,
         share,
         plan,
-        unchanged,
+        reuse=reuse,
         staging=staging,
         packing=packing,
         commit=AtCommit(

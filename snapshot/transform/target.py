@@ -40,7 +40,6 @@ from snapshot.save.compression import choose_packing, expect_compression, usual_
 from snapshot.save.planned_take import AtCommit, PartStaging, Take, plan_writes
 from snapshot.save.rank_share import RankShare, item_of, size_of
 from snapshot.save.replication import Replication
-from snapshot.save.reuse import Unchanged
 from snapshot.settings import expect_positive
 from snapshot.state import leaves
 from snapshot.state.flatten import Flattened
@@ -566,7 +565,7 @@ def write_as_snapshot(
         plan = plan_writes(share, claim.session, staged=False, packing=packing)
         source = make_source(opened, share.leaves, share.origins, LeafReads(choice.verify))
         commit = AtCommit(add_root(document))
-        take = Take(claim, share, plan, Unchanged(), staging=PartStaging(source), packing=packing, commit=commit)
+        take = Take(claim, share, plan, staging=PartStaging(source), packing=packing, commit=commit)
         run(take.write_and_commit())
     changed = tuple(memory_changes(entries, lambda *_: True))
     return ConvertReport("snapshot", recording.tensors, take.committed_bytes, tuple(recording.uncast), changed=changed)

@@ -49,7 +49,6 @@ from snapshot.save.describe import RankManifest, build_entries
 from snapshot.save.planned_take import plan_writes
 from snapshot.save.rank_share import RankShare
 from snapshot.save.replication import Replication
-from snapshot.save.reuse import Unchanged
 from snapshot.save.staging import Stager
 from snapshot.save.transaction import Transaction, claim_path, delete_save, time_limit
 from snapshot.save.writer import Writer, write_small
@@ -247,7 +246,7 @@ class _Round:
         written = await writer.write(plan.files, locations)
         with gc_paused():
             described = await in_thread(
-                partial(build_entries, structure="", metadata=msgspec.Raw(b"{}")), share, written, Unchanged(), binary
+                partial(build_entries, structure="", metadata=msgspec.Raw(b"{}")), share, written, binary
             )
         if described.chunks:
             await write_small(storage, binary, described.chunks)

@@ -25,7 +25,6 @@ from snapshot.plan.layout import FilePlan, make_plan, name_data_file
 from snapshot.save.describe import RankManifest, build_document, build_entries, encode_for_leader
 from snapshot.save.rank_share import RankShare
 from snapshot.save.replication import Replication, ReplicationRules, agree_on_replicas, bytes_of
-from snapshot.save.reuse import Unchanged
 from snapshot.save.writer import WrittenFile
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Leaf
@@ -201,7 +200,6 @@ class _Simulation:
         return build_entries(
             portion,
             written,
-            Unchanged(),
             name_data_file(SAVE, rank, len(written), "bin"),
             structure="",
             metadata=msgspec.Raw(b"{}"),
