@@ -41,7 +41,6 @@ from snapshot.transform.sources import (
     CheckedRange,
     CopiedFile,
     PlainDigest,
-    ReadAhead,
     checked_files,
     copy_files_through,
 )
@@ -368,8 +367,8 @@ async def copy_verified(
     async def one(file: CopiedFile) -> None:
         name = aside_of(file.location) if renames else file.location
 
-        async def write(writer: Writer, plans: Sequence[FilePlan], ahead: ReadAhead | None) -> object:
-            return await writer.write(plans, [name], ahead)
+        async def write(writer: Writer, plans: Sequence[FilePlan]) -> object:
+            return await writer.write(plans, [name])
 
         packing = await pack(file) if pack is not None else None
         await copy_files_through(source.storage, target, [file], progress, write, packing=packing)

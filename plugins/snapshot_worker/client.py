@@ -43,8 +43,8 @@ from snapshot.io.system import PerProcess, expect_linux
 from snapshot.io.url import URL
 from snapshot.plan.layout import Extent, FilePart, FilePlan
 from snapshot.save.compression import PackedResult, Packing
-from snapshot.save.staging import StagedPart
-from snapshot.save.writer import PartsAhead, Progress, WrittenFile
+from snapshot.save.staging import PartSource, StagedPart
+from snapshot.save.writer import Progress, WrittenFile
 from snapshot.tensors.digest import FileTree
 from snapshot.text import counted
 
@@ -436,14 +436,14 @@ class WriterProcess:
         session: Session,
         files: Sequence[FilePlan],
         locations: Sequence[str],
-        parts: Sequence[Sequence[FilePart]],
+        source: PartSource,
         *,
-        staging: PartsAhead,
+        parts: Sequence[Sequence[FilePart]],
         progress: Progress,
         packing: Packing | None = None,
         signed: bool = False,
     ) -> list[WrittenFile]:
-        """Write all files from staged parts, as `Writer.write` does. If one fails, delete all of them."""
+        """Write all files from parts that are staged ahead, as `Writer.write` does. If one fails, delete them all."""
         if not self._channel.open() and self._burial is None:
             self._closed()
         take = _Take(next(self._numbers), progress)
@@ -473,7 +473,8 @@ class WriterProcess:
             )
             self._takes[take.number] = take
             pumps = [
-                asyncio.create_task(self._pump(take, number, len(cut), staging)) for number, cut in enumerate(parts)
+                asyncio.create_task(self._pump(take, number, file, cut, source))
+                for number, (file, cut) in enumerate(zip(files, parts, strict=True))
             ]
             under_way: list[asyncio.Future[Any]] = [take.ended, *pumps]
             await asyncio.wait(under_way, return_when=asyncio.FIRST_EXCEPTION)
@@ -484,22 +485,25 @@ class WriterProcess:
             finished = await asyncio.shield(take.ended)
             take.take_back()
         except BaseException as error:
-            staging.stop(error)
+            source.stop(error)
             await shielded(self._give_up(take, pumps))
             raise
         finally:
             self._takes.pop(take.number, None)
-            staging.release()
+            source.release()
         return [
             WrittenFile(file, at, digests, tables, None, packed and PackedResult(*packed), tree and FileTree(*tree))
             for file, at, (digests, tables, packed, tree) in zip(files, locations, finished.files, strict=True)
         ]
 
-    async def _pump(self, take: _Take, file: int, count: int, staging: PartsAhead) -> None:
+    async def _pump(
+        self, take: _Take, number: int, file: FilePlan, parts: Sequence[FilePart], source: PartSource
+    ) -> None:
         """Send a file's parts in order, as they are staged."""
-        for position in range(count):
+        for position, part in enumerate(parts):
             try:
-                staged = await staging.get(file, position)
+                await source.ready(file, part)
+                staged = await source.fetch(file, part, None)
             except (KeyboardInterrupt, SystemExit, asyncio.CancelledError) as error:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
@@ -510,10 +514,10 @@ class WriterProcess:
             assert staged.held is not None
             slot = staged.held.slot
             assert slot.segment is not None
-            take.lent[file, position] = staged
+            take.lent[number, position] = staged
             self._show(slot.segment)
             nbytes = len(staged.buffers[0])
-            self._channel.send(Give(take.number, file, position, slot.segment.number, slot.offset, nbytes))
+            self._channel.send(Give(take.number, number, position, slot.segment.number, slot.offset, nbytes))
 
     def _show(self, segment: Segment) -> None:
         """Map a segment in the writer process, and unmap closed segments."""

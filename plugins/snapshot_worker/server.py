@@ -31,7 +31,7 @@ from snapshot.io.system import lower_priority
 from snapshot.io.url import URL
 from snapshot.plan.layout import FilePart, FilePlan, cut_file
 from snapshot.save.compression import Packing
-from snapshot.save.staging import PartSource, StagedPart
+from snapshot.save.staging import Key, StagedAhead, StagedPart, key_of
 from snapshot.save.writer import Writer, WrittenFile
 from snapshot_worker.client import (
     Begin,
@@ -50,8 +50,7 @@ from snapshot_worker.client import (
 )
 
 if TYPE_CHECKING:
-    from snapshot.io.storage import Storage
-    from snapshot.save.writer import Progress
+    pass
 
 NICE = 10
 PATIENCE = 60.0
@@ -76,55 +75,50 @@ class Lent(StagedPart):
             back[0].send(back[1])
 
 
-class RemoteParts:
-    """The parts of one take, as they arrive: they replace staging for the writer."""
+class RemoteParts(StagedAhead):
+    """The parts of one take, which the parent stages, as they arrive."""
 
-    def __init__(self) -> None:
-        self._parts: dict[tuple[int, int], asyncio.Future[StagedPart]] = {}
+    def __init__(self, files: Sequence[FilePlan], part_bytes: Sequence[int]) -> None:
+        """`part_bytes`: the size of each file's parts, as the parent splits it."""
+        self._files = files
+        self._parts = {id(file): cut_file(file, nbytes) for file, nbytes in zip(files, part_bytes, strict=True)}
+        self._arrivals: dict[Key, asyncio.Future[StagedPart]] = {}
         self._error: BaseException | None = None
 
-    def _part(self, number: int, position: int) -> asyncio.Future[StagedPart]:
-        if (number, position) not in self._parts:
-            self._parts[number, position] = asyncio.get_running_loop().create_future()
-        return self._parts[number, position]
+    def cut(self, file: FilePlan, nbytes: int) -> list[FilePart]:
+        return self._parts[id(file)]
+
+    def _arrival(self, file: FilePlan, part: FilePart) -> asyncio.Future[StagedPart]:
+        key = key_of(file, part)
+        if key not in self._arrivals:
+            self._arrivals[key] = asyncio.get_running_loop().create_future()
+        return self._arrivals[key]
 
     def arrived(self, number: int, position: int, part: StagedPart) -> None:
-        """Deliver a part."""
+        """Deliver a part, by the number of its file and its position in it."""
         if self._error is None:
-            waited = self._part(number, position)
+            file = self._files[number]
+            waited = self._arrival(file, self._parts[id(file)][position])
             if not waited.done():  # otherwise the waiting task was cancelled
                 waited.set_result(part)
 
-    async def get(self, number: int, position: int) -> StagedPart:
-        """Return the part as soon as it arrives."""
+    async def ready(self, file: FilePlan, part: FilePart) -> None:
         if self._error is not None:
             raise self._error
-        part = await self._part(number, position)
-        del self._parts[number, position]
-        return part
+        await self._arrival(file, part)
+
+    def take(self, file: FilePlan, part: FilePart) -> StagedPart:
+        return self._arrivals.pop(key_of(file, part)).result()
 
     def stop(self, error: BaseException) -> None:
         """Stop: waiting tasks are cancelled, and later parts are ignored."""
         self._error = self._error or error
-        for waited in self._parts.values():
+        for waited in self._arrivals.values():
             waited.cancel()  # does nothing if the part has arrived
 
     def release(self) -> None:
         """Forget the parts: unwritten ones belong to the parent."""
-        self._parts.clear()
-
-
-class RemoteWriter(Writer):
-    """A writer that splits files as the parent did."""
-
-    def __init__(
-        self, storage: Storage, budget: MemoryBudget, progress: Progress, part_bytes: Sequence[tuple[FilePlan, int]]
-    ) -> None:
-        super().__init__(storage, PartSource(), budget, progress)  # all parts are already staged
-        self._part_bytes = {id(file): nbytes for file, nbytes in part_bytes}
-
-    def parts(self, file: FilePlan) -> list[FilePart]:
-        return cut_file(file, self._part_bytes[id(file)])
+        self._arrivals.clear()
 
 
 class WriterServer:
@@ -153,8 +147,9 @@ class WriterServer:
     def _received(self, message: Received) -> None:
         match message:
             case Begin():
-                arrivals = RemoteParts()
-                task = asyncio.create_task(self._write(message, arrivals))
+                files = [lane.file() for lane in message.lanes]
+                arrivals = RemoteParts(files, [lane.part_bytes for lane in message.lanes])
+                task = asyncio.create_task(self._write(message, files, arrivals))
                 self._takes[message.take] = (task, arrivals)
                 task.add_done_callback(partial(self._answer, message.take))
             case Map():
@@ -180,25 +175,22 @@ class WriterServer:
         else:
             self._channel.send(Failed.of(take, error))
 
-    async def _write(self, begin: Begin, arrivals: RemoteParts) -> list[WrittenFile]:
+    async def _write(self, begin: Begin, files: Sequence[FilePlan], arrivals: RemoteParts) -> list[WrittenFile]:
         _imitate_parent(begin)
         options = pickle.loads(begin.options)  # noqa: S301 - the parent's own
         session = Session(URL.parse(begin.url), options, durable=begin.durable, budget=begin.budget)
         try:
-            files = [lane.file() for lane in begin.lanes]
-            part_bytes = [(file, lane.part_bytes) for file, lane in zip(files, begin.lanes, strict=True)]
 
             def progress(nbytes: int) -> None:
                 self._channel.send(Moved(begin.take, nbytes))
 
-            writer = RemoteWriter(session.storage, session.budget, progress, part_bytes)
-            writer.signed = begin.signed
+            packing = None
             if begin.packing:
                 layouts = {id(file): (lane.begin, lane.ranges()) for file, lane in zip(files, begin.lanes, strict=True)}
                 memory = MemoryBudget(begin.packing, Pool(begin.packing, reserve=False))
-                writer.packing = Packing(memory, lambda file: layouts[id(file)])
-            locations = [lane.location for lane in begin.lanes]
-            written = await writer.write(files, locations, arrivals)
+                packing = Packing(memory, lambda file: layouts[id(file)])
+            writer = Writer(session.storage, arrivals, session.budget, progress, packing=packing, signed=begin.signed)
+            written = await writer.write(files, [lane.location for lane in begin.lanes])
             await session.storage.settle()
             return written
         finally:

@@ -17,17 +17,14 @@ import torch
 from snapshot.errors import SnapshotError, system_limits
 from snapshot.events import emit, span
 from snapshot.io.aio import in_thread, shielded
-from snapshot.io.arena import arena, arena_bytes, permit_capture
-from snapshot.io.budget import MemoryBudget
+from snapshot.io.arena import Pinning, arena, arena_bytes, permit_capture
 from snapshot.io.loop import LoopFuture, in_own_thread
 from snapshot.plan.layout import FilePart, FilePlan, SavePlan
 from snapshot.save.begin import Claim
-from snapshot.save.planned_take import PartStaging, Take, WrittenFiles
+from snapshot.save.digests import FileDigests
 from snapshot.save.rank_share import RankShare
-from snapshot.save.staging import StagedPart, Stager
+from snapshot.save.staging import Key, StagedAhead, StagedPart, Stager, key_of
 from snapshot.save.step_barrier import PendingCopy
-from snapshot.save.transaction import Transaction
-from snapshot.save.writer import PartSink, Writer
 from snapshot.state.model_state import OverlapEligible, find_local_tensor
 
 # Staging ahead of writing in asynchronous takes: values that the application may change next are copied first.
@@ -39,166 +36,6 @@ from snapshot.state.model_state import OverlapEligible, find_local_tensor
 AHEAD = 2
 """Parts that are copied from accelerators at once: the next copy is queued before the previous one ends."""
 
-
-class PartPrefetcher:
-    """Parts that one thread stages and others write."""
-
-    def __init__(
-        self,
-        writer: Writer,
-        source: Stager,
-        budget: MemoryBudget,
-        files: Sequence[FilePlan],
-        *,
-        progress: Callable[[int], None],
-        begin: Callable[[], object],
-        shared: bool = False,
-    ) -> None:
-        self._source = source
-        self._in_turn = writer.packing is not None
-        self._budget = budget
-        self._files = files
-        self.parts = [writer.parts(file) for file in files]
-        self._progress = progress
-        self._shared = shared
-        """True if another process must see the slots."""
-        total = sum(arena_bytes(part.end - part.begin) for parts in self.parts for part in parts)
-        self._pinning = self._source.pinning(budget, total)
-        self._stop_pinning = arena().pin_ahead(shared, self._pinning) if self._pinning is not None else None
-        self._staged: dict[tuple[int, int], StagedPart] = {}
-        self._lock = threading.Lock()
-        self._waiting: dict[tuple[int, int], Callable[[], object]] = {}
-        self._error: BaseException | None = None
-        self._closed = False
-        self._begin = begin
-        """Called when writing must start so that staging can continue."""
-        self._arriving: deque[tuple[int, int, StagedPart]] = deque()
-        """The parts whose copies from accelerators run."""
-
-    def stage(self, numbers: range) -> None:
-        """Stage every part of some files. Return when the last one is in host memory."""
-        order = self._order(numbers)
-        try:
-            for count, (number, position) in enumerate(order):
-                if self._closed and 2 * count >= len(order):
-                    self.open()
-                self._stage(number, position, self.parts[number][position])
-            self._deliver(0)
-        finally:
-            try:
-                with contextlib.ExitStack() as left:  # after an error
-                    while self._arriving:
-                        left.callback(self._arriving.pop()[2].release)
-            finally:
-                if numbers.stop == len(self._files):
-                    self._end_pinning()
-
-    def _order(self, numbers: range) -> list[tuple[int, int]]:
-        """Return the parts of some files in the order in which they are staged: round-robin.
-
-        Files that are compressed are staged one after the other: only some of them are written at once, and they would
-        wait for the memory of the others' parts.
-        """
-        order = [(number, position) for number in numbers for position in range(len(self.parts[number]))]
-        return order if self._in_turn else sorted(order, key=lambda each: each[1])
-
-    def _end_pinning(self) -> None:
-        if self._stop_pinning is not None:
-            self._stop_pinning()
-
-    def _stage(self, number: int, position: int, part: FilePart) -> None:
-        nbytes = part.end - part.begin
-        held = self._budget.try_hold(nbytes, shared=self._shared, pinning=self._pinning)
-        if held is None:
-            self._deliver(0)  # their memory is released once they are written
-            self._begin()
-            self.open()
-            held = self._budget.hold_blocking(nbytes, shared=self._shared, pinning=self._pinning)
-        staged = None
-        try:
-            with span("stage", bytes=nbytes, copied=True):
-                staged = self._source.begin(self._files[number], part, held)
-        except BaseException:
-            if staged is not None:  # an interrupt after it began
-                staged.release()
-            held.release()
-            raise
-        self._arriving.append((number, position, staged))
-        self._deliver(AHEAD if staged.events else 0)
-
-    def _deliver(self, left: int) -> None:
-        """Hand the oldest parts to the writer when they have arrived, until `left` are arriving."""
-        while len(self._arriving) > left:
-            number, position, staged = self._arriving[0]
-            part = self.parts[number][position]
-            self._source.end(self._files[number], part, staged)
-            with self._lock:
-                if self._error is not None:
-                    raise self._error
-                self._staged[number, position] = staged  # first: an interrupt must not lose it
-                self._arriving.popleft()
-                wake = None if self._closed else self._waiting.pop((number, position), None)
-            if wake is not None:
-                wake()
-            self._progress(part.end - part.begin)
-
-    def close(self) -> None:
-        """Hold back staged parts until half of them are staged, or `open` is called.
-
-        An optimizer step may wait for the copy, so copying comes first. Holding back all parts would delay the
-        snapshot.
-        """
-        with self._lock:
-            self._closed = True
-
-    def open(self) -> None:
-        """Deliver staged parts on request."""
-        with self._lock:
-            self._closed = False
-            ready = [self._waiting.pop(part) for part in list(self._waiting) if part in self._staged]
-        for wake in ready:
-            wake()
-
-    async def get(self, number: int, position: int) -> StagedPart:
-        """Return a staged part as soon as it is ready."""
-        loop = asyncio.get_running_loop()
-        arrived = asyncio.Event()
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            there = (number, position) in self._staged and not self._closed
-            if not there:
-                self._waiting[number, position] = lambda: loop.call_soon_threadsafe(arrived.set)
-        if not there:
-            await arrived.wait()
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            return self._staged.pop((number, position))
-
-    def stop(self, error: BaseException) -> None:
-        """Stop the staging thread and all waiting readers with an error."""
-        with self._lock:
-            if not isinstance(
-                error, Exception | asyncio.CancelledError
-            ):  # such as KeyboardInterrupt: in a task, it would end the loop
-                error = asyncio.CancelledError(f"staging was interrupted: {error!r}")
-            self._error = self._error or error
-            waiting, self._waiting = self._waiting, {}
-        self._budget.fail(error)
-        for wake in waiting.values():
-            wake()
-
-    def release(self) -> None:
-        """Release the memory of parts that were staged but not written."""
-        self._end_pinning()
-        with self._lock:
-            left, self._staged = self._staged, {}
-        for staged in left.values():
-            staged.release()
-
-
-# A take in the background
 
 PART_AHEAD = 32 << 20
 """Bytes of a part that is staged long before it is written.
@@ -253,53 +90,109 @@ class LateCopies:
             self.pending.end()
 
 
-class StagingAhead(PartStaging):
-    """Parts that are staged ahead of writing: by the caller, and by a thread after the call.
+class StagingAhead(StagedAhead):
+    """The tensors of a take, which are staged ahead of writing: by the call, and by a thread after it.
 
     As a context, an error of the call ends the take, even if writing has begun.
     """
 
-    def __init__(self, claim: Claim, share: RankShare, plan: SavePlan, late: LateCopies, sink: PartSink | None) -> None:
+    def __init__(
+        self, claim: Claim, share: RankShare, plan: SavePlan, late: PendingCopy | None, *, shared: bool, in_turn: bool
+    ) -> None:
+        """`shared`: another process must see the memory. `in_turn`: only some files are written at once."""
         self.stager = Stager(share.leaves, copies=True, parallel=True)
-        super().__init__(self.stager)
-        if late.pending is not None:
-            self.stager.watch(late.marks, late.owners, late.pending)
         if claim.session.storage.capabilities.local:
             self.part_bytes = PART_AHEAD
-        self.late = late.pending
-        self._sink = sink
-        """A writer process that writes the data files in place of this process."""
+        self.late = late
         self._claim = claim
+        self._budget = claim.session.budget
         self._plan = plan
+        self._files = plan.files
+        self._shared = shared
+        self._in_turn = in_turn
         self._began = time.perf_counter()
-        self._prefetcher: PartPrefetcher | None = None
         self._thread: threading.Thread | None = None
-        self._take: Take | None = None
+        self._work: LoopFuture[None] | None = None
+        self._write: Callable[[], LoopFuture[None]] | None = None
+        """Begins to write: at the latest, when writing must release memory so that staging can continue."""
+        self._parts: list[Sequence[FilePart]] = []
+        self._pinning: Pinning | None = None
+        self._stop_pinning: Callable[[], object] | None = None
+        self._lock = threading.Lock()
+        self._staged: dict[Key, StagedPart] = {}
+        self._waiting: dict[Key, Callable[[], object]] = {}
+        self._error: BaseException | None = None
+        self._closed = False
+        """True while staged parts are held back."""
+        self._arriving: deque[tuple[FilePlan, FilePart, StagedPart]] = deque()
+        """The parts whose copies from accelerators run."""
 
-    def stage(self, take: Take) -> LoopFuture[None]:
-        """Stage what must be staged in the call, and start the take: afterwards, or once the budget is used up."""
-        budget, files = self._claim.session.budget, self._plan.files
-        self._take = take
-        self._prefetcher = prefetcher = PartPrefetcher(
-            take.writer,
-            self.stager,
-            budget,
-            files,
-            progress=self._claim.meter.staged,
-            begin=take.start,
-            shared=self._sink is not None,
-        )
-        now, later = range(len(files) - self._plan.late), range(len(files) - self._plan.late, len(files))
-        if self._sink is None:
-            self.stager.digest_ahead(files[: now.stop], budget)
-        prefetcher.stage(now)
+    # What the writer asks for
+
+    def digests(self, file: FilePlan) -> FileDigests:
+        return self.stager.digests(file)
+
+    async def ready(self, file: FilePlan, part: FilePart) -> None:
+        loop, key = asyncio.get_running_loop(), key_of(file, part)
+        arrived = asyncio.Event()
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            there = key in self._staged and not self._closed
+            if not there:
+                self._waiting[key] = lambda: loop.call_soon_threadsafe(arrived.set)
+        if not there:
+            await arrived.wait()
+
+    def take(self, file: FilePlan, part: FilePart) -> StagedPart:
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            return self._staged.pop(key_of(file, part))
+
+    def stop(self, error: BaseException) -> None:
+        with self._lock:
+            if not isinstance(
+                error, Exception | asyncio.CancelledError
+            ):  # such as KeyboardInterrupt: in a task, it would end the loop
+                error = asyncio.CancelledError(f"staging was interrupted: {error!r}")
+            self._error = self._error or error
+            waiting, self._waiting = self._waiting, {}
+        self._budget.fail(error)
+        for wake in waiting.values():
+            wake()
+
+    def release(self) -> None:
+        self._end_pinning()
+        with self._lock:
+            left, self._staged = self._staged, {}
+        for staged in left.values():
+            staged.release()
+
+    # The steps of the take
+
+    def begin(
+        self, parts: Callable[[FilePlan], Sequence[FilePart]], write: Callable[[], LoopFuture[None]]
+    ) -> LoopFuture[None]:
+        """Stage what must be staged in the call, and begin to write: afterwards, or once the budget is used up."""
+        files, last = self._files, len(self._files) - self._plan.late
+        self._write = write
+        self._parts = [parts(file) for file in files]
+        total = sum(arena_bytes(part.end - part.begin) for each in self._parts for part in each)
+        self._pinning = self.stager.pinning(self._budget, total)
+        if self._pinning is not None:
+            self._stop_pinning = arena().pin_ahead(self._shared, self._pinning)
+        if not self._shared:
+            self.stager.digest_ahead(files[:last], self._budget)
+        self._stage_files(range(last))
         self.stager.end_digests()
-        work = take.start()
-        if later:
+        work = self._begin_to_write()
+        if last < len(files):
             self.stager.copy_alone()
-            prefetcher.close()
+            with self._lock:
+                self._closed = True
             self._thread = threading.Thread(
-                target=self._stage_late, args=(prefetcher, later), name="snapshot-io-stage", daemon=True
+                target=self._stage_late, args=(last,), name="snapshot-io-stage", daemon=True
             )
             with system_limits("cannot start a thread"):
                 self._thread.start()
@@ -319,31 +212,54 @@ class StagingAhead(PartStaging):
         if error is None:
             return
         self.stager.end_digests()
-        self.stop(error)
-        work = None if self._take is None else self._take.work
-        if work is None:
-            self._release()
+        if self._parts:
+            self.stop(error)
+        if self._work is None:
+            self.release()
             return
-        work.cancel()
-        over = work.settled(60)
-        self._release()
-        if over and isinstance(error, asyncio.CancelledError) and not work.cancelled():
-            cause = work.exception()
+        self._work.cancel()
+        over = self._work.settled(60)
+        self.release()
+        if over and isinstance(error, asyncio.CancelledError) and not self._work.cancelled():
+            cause = self._work.exception()
             if cause is not None:
                 raise cause from None
 
-    def _stage_late(self, prefetcher: PartPrefetcher, files: range) -> None:
+    async def check(self) -> None:
+        if self.late is not None:
+            await in_thread(self.late.let_go)
+            if self.late.changed:
+                raise SnapshotError(CHANGED)
+
+    async def end(self) -> None:
+        if self._thread is not None and self._thread.is_alive():  # it copies no part after the current one
+            await shielded(in_own_thread(self._thread.join))
+        self.release()
+        if self.late is not None:
+            self.late.end()
+
+    def forget(self) -> None:
+        self.stager.forget()
+
+    # Staging
+
+    def _begin_to_write(self) -> LoopFuture[None]:
+        assert self._write is not None
+        self._work = self._write()
+        return self._work
+
+    def _stage_late(self, first: int) -> None:
         """Stage what may be staged after the call. An error fails the writer, which waits for the parts."""
         assert self.late is not None
-        if self.stager.pinning(self._claim.session.budget, 0) is not None:
+        if self.stager.pinning(self._budget, 0) is not None:
             permit_capture()
         try:
-            prefetcher.stage(files)
+            self._stage_files(range(first, len(self._files)))
             self.late.copied()
             self._all_staged()  # before the last parts can be written
-            prefetcher.open()
+            self._open()
         except BaseException as error:  # noqa: BLE001 - `wait()` raises it
-            prefetcher.stop(error)
+            self.stop(error)
             self.late.end()
 
     def _all_staged(self) -> None:
@@ -352,41 +268,83 @@ class StagingAhead(PartStaging):
         seconds = round(time.perf_counter() - self._began, 3)
         emit("staged", meter.verb, str(self._claim.session.url), bytes=self._plan.total_bytes, seconds=seconds)
 
-    async def write(self, writer: Writer, plan: SavePlan, transaction: Transaction, to: Sequence[str]) -> WrittenFiles:
-        assert self._prefetcher is not None
-        if self._sink is None:
-            return await writer.write(plan.files, to, self._prefetcher)
-        transaction.expect_files(to)
-        return await self._sink.write(
-            self._claim.session,
-            plan.files,
-            to,
-            self._prefetcher.parts,
-            staging=self._prefetcher,
-            progress=self._claim.meter.wrote,
-            packing=writer.packing,
-            signed=writer.signed,
-        )
+    def _stage_files(self, numbers: range) -> None:
+        """Stage every part of some files. Return when the last one is in host memory."""
+        order = self._order(numbers)
+        try:
+            for count, (file, part) in enumerate(order):
+                if self._closed and 2 * count >= len(order):
+                    self._open()
+                self._stage(file, part)
+            self._deliver(0)
+        finally:
+            try:
+                with contextlib.ExitStack() as left:  # after an error
+                    while self._arriving:
+                        left.callback(self._arriving.pop()[2].release)
+            finally:
+                if numbers.stop == len(self._files):
+                    self._end_pinning()
 
-    async def check(self) -> None:
-        if self.late is not None:
-            await in_thread(self.late.let_go)
-            if self.late.changed:
-                raise SnapshotError(CHANGED)
+    def _order(self, numbers: range) -> list[tuple[FilePlan, FilePart]]:
+        """Return the parts of some files in the order in which they are staged: round-robin.
 
-    def stop(self, error: BaseException) -> None:
-        if self._prefetcher is not None:
-            self._prefetcher.stop(error)
+        Files that are compressed are staged one after the other: only some of them are written at once, and they would
+        wait for the memory of the others' parts.
+        """
+        order = [(at, number) for number in numbers for at in range(len(self._parts[number]))]
+        if not self._in_turn:
+            order.sort()
+        return [(self._files[number], self._parts[number][at]) for at, number in order]
 
-    async def end(self) -> None:
-        if self._thread is not None and self._thread.is_alive():  # it copies no part after the current one
-            await shielded(in_own_thread(self._thread.join))
-        self._release()
+    def _end_pinning(self) -> None:
+        if self._stop_pinning is not None:
+            self._stop_pinning()
 
-    def _release(self) -> None:
-        if self._prefetcher is not None:
-            self._prefetcher.release()
+    def _stage(self, file: FilePlan, part: FilePart) -> None:
+        nbytes = part.end - part.begin
+        held = self._budget.try_hold(nbytes, shared=self._shared, pinning=self._pinning)
+        if held is None:
+            self._deliver(0)  # their memory is released once they are written
+            self._begin_to_write()
+            self._open()
+            held = self._budget.hold_blocking(nbytes, shared=self._shared, pinning=self._pinning)
+        staged = None
+        try:
+            with span("stage", bytes=nbytes, copied=True):
+                staged = self.stager.begin_part(file, part, held)
+        except BaseException:
+            if staged is not None:  # an interrupt after it began
+                staged.release()
+            held.release()
+            raise
+        self._arriving.append((file, part, staged))
+        self._deliver(AHEAD if staged.events else 0)
 
-    def forget(self) -> None:
-        if self.late is not None:
-            self.late.end()
+    def _deliver(self, left: int) -> None:
+        """Hand the oldest parts to the writer when they have arrived, until `left` are arriving."""
+        while len(self._arriving) > left:
+            file, part, staged = self._arriving[0]
+            key = key_of(file, part)
+            self.stager.end_part(file, part, staged)
+            with self._lock:
+                if self._error is not None:
+                    raise self._error
+                self._staged[key] = staged  # first: an interrupt must not lose it
+                self._arriving.popleft()
+                wake = None if self._closed else self._waiting.pop(key, None)
+            if wake is not None:
+                wake()
+            self._claim.meter.staged(part.end - part.begin)
+
+    def _open(self) -> None:
+        """Deliver staged parts to the writer.
+
+        They are held back at first, since an optimizer's step may wait for the copy. Half of them are not: that would
+        delay the snapshot.
+        """
+        with self._lock:
+            self._closed = False
+            ready = [self._waiting.pop(key) for key in list(self._waiting) if key in self._staged]
+        for wake in ready:
+            wake()

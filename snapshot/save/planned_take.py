@@ -44,14 +44,14 @@ from snapshot.save.observers import Observers
 from snapshot.save.rank_share import RankShare
 from snapshot.save.reuse import NO_REUSE, Reuse, remember_unchanged
 from snapshot.save.staging import PartSource
+from snapshot.save.step_barrier import PendingCopy
 from snapshot.save.take_options import TakeSigner
 from snapshot.save.transaction import State, Transaction
-from snapshot.save.writer import Writer, WrittenFile, write_small
+from snapshot.save.writer import PartSink, Writer, WrittenFile, write_small
 from snapshot.tensors.digest import SIZE, FileTree, Root, count_blocks, digest_range, root_of, tree_of
 
 Verify = Callable[[Session, RankManifest], Coroutine[Any, Any, None]]
 """Reads the written bytes back, and raises if they differ."""
-WrittenFiles = list[WrittenFile]
 SENT = 4096
 """Maximum bytes of a part that is sent to the leader through the store, if the storage is remote."""
 
@@ -93,32 +93,6 @@ def plan_writes(
     return plan
 
 
-class PartStaging:
-    """The staging of a take's parts in host memory. Here each is staged when it is written."""
-
-    part_bytes = 0
-    """The wanted length of parts; 0 if the storage decides."""
-
-    def __init__(self, source: PartSource) -> None:
-        self.source = source
-
-    async def write(self, writer: Writer, plan: SavePlan, transaction: Transaction, to: Sequence[str]) -> WrittenFiles:
-        """Write the data files to these locations."""
-        return await writer.write(plan.files, to)
-
-    async def check(self) -> None:
-        """Check the application's tensors before the commit."""
-
-    def stop(self, error: BaseException) -> None:
-        """Stop staging parts ahead of writing."""
-
-    async def end(self) -> None:
-        """Wait until staging has ended, and release its memory."""
-
-    def forget(self) -> None:
-        """Release the application's tensors."""
-
-
 class AtCommit(NamedTuple):
     """What a take adds, checks and signs when it commits."""
 
@@ -142,11 +116,13 @@ class Take:
         share: RankShare,
         plan: SavePlan,
         *,
-        staging: PartStaging,
+        source: PartSource,
         packing: MemoryBudget | None,
         commit: AtCommit,
         reuse: Reuse = NO_REUSE,
+        sink: PartSink | None = None,
     ) -> None:
+        """`sink`: writes the data files in place of this process, from parts that the source stages ahead."""
         signer = commit.signer
         if signer is not None:
             signer.expect_signable(claim.session.storage, leads=claim.exchange.rank == 0)
@@ -157,7 +133,8 @@ class Take:
         self._exchange = claim.exchange
         self._meter = claim.meter
         self._share = share
-        self.staging = staging
+        self._source = source
+        self._sink = sink
         self._metadata, self._later = commit.metadata, commit.later
         self._reuse = reuse
         self._verify = commit.verify
@@ -168,10 +145,10 @@ class Take:
         self.work: LoopFuture[None] | None = None
         self.writer = Writer(
             self.session.storage,
-            staging.source,
+            source,
             self.session.budget,
             self._meter.wrote,
-            wanted_part=self.session.settings.part_bytes or staging.part_bytes,
+            wanted_part=self.session.settings.part_bytes or source.part_bytes,
             packing=self._packing(packing, share) if packing is not None else None,
             signed=signer is not None,
         )
@@ -195,12 +172,21 @@ class Take:
             self._observers.findings,
         )
 
+    @property
+    def late(self) -> PendingCopy | None:
+        """The copies that an optimizer's `step()` waits for, before the take starts."""
+        return self._source.late
+
     def emit(self, name: str, **fields: Any) -> None:
         """Emit an event of this take."""
         emit(name, self._meter.verb, str(self.session.url), **fields)
 
     def start(self) -> LoopFuture[None]:
-        """Start to write in the background, once, and return the work."""
+        """Stage what must be staged in this call, start to write in the background, and return the work."""
+        return self._source.begin(self.writer.parts, self._start_to_write)
+
+    def _start_to_write(self) -> LoopFuture[None]:
+        """Start to write, once."""
         if self.work is None:
             self.claim.transaction.expect_free()  # an existing snapshot is an error of the call
             self.work = work_on(self.write_and_commit())
@@ -223,7 +209,7 @@ class Take:
                     if self._later is not None and self._exchange.rank == 0:
                         known = await while_all_go_on(self._exchange, self._await_metadata(self._later))
                         manifest = replace(manifest, metadata=known)
-                    await self.staging.check()
+                    await self._source.check()
                     if self._reuse.omitted is not None:
                         await self._reuse.omitted.expect_base()
                     committed = await commit_with_ranks(
@@ -242,7 +228,7 @@ class Take:
                         self._exchange.ranks, self._share.replication.own, self._share.replication.known_plan()
                     )
                 except BaseException as error:  # before the other ranks get the error, and files are deleted
-                    self.staging.stop(error)
+                    self._source.stop(error)
                     raise
         except BaseException as error:
             if transaction.state not in (State.SENT, State.REFUSED, State.COMMITTED):  # the error already has a note
@@ -250,7 +236,7 @@ class Take:
             await raise_fault_of_another_rank(self._exchange, error)
             raise
         finally:
-            await self.staging.end()
+            await self._source.end()
             self._forget_tensors()
             await shielded(beside_loop(self._exchange, self._exchange.close))
             await shielded(self.session.close())
@@ -264,10 +250,9 @@ class Take:
 
     def _forget_tensors(self) -> None:
         """Release the application's tensors: an error or the pending snapshot must not keep them alive."""
-        self.staging.forget()
-        self.staging.source.forget()
+        self._source.forget()
         self._observers.forget()
-        del self._share, self.writer, self.staging
+        del self._share, self.writer, self._source
 
     async def _write_files(self, transaction: Transaction) -> tuple[RankManifest, RankDone]:
         """Write the data files, and the files that describe them to the leader."""
@@ -291,7 +276,7 @@ class Take:
             expect_readable(self.session, shortest, "the manifest")
         transaction.will_write([*shared, *locations, *own])
         began = time.perf_counter()
-        fresh = await self.staging.write(self.writer, self.plan, transaction, locations)
+        fresh = await self._write_data(locations)
         stored = sum(each.file.size if each.packed is None else each.packed.size for each in fresh)
         packed = self.writer.packing is not None
         note_speed(
@@ -339,11 +324,28 @@ class Take:
         )
         return manifest, done
 
+    async def _write_data(self, locations: Sequence[str]) -> list[WrittenFile]:
+        """Write the data files, here or in a writer process."""
+        files, writer = self.plan.files, self.writer
+        if self._sink is None:
+            return await writer.write(files, locations)
+        self.claim.transaction.expect_files(locations)
+        return await self._sink.write(
+            self.session,
+            files,
+            locations,
+            self._source,
+            parts=[writer.parts(file) for file in files],
+            progress=self._meter.wrote,
+            packing=writer.packing,
+            signed=writer.signed,
+        )
+
     def _describe(self, save_id: str, written: Sequence[WrittenFile], binary: str) -> RankManifest:
         """Build this rank's entries. The leaves are released."""
         share = self._share
         remember_unchanged(save_id, share, self._reuse, written)
-        self.staging.source.forget()
+        self._source.forget()
         made = build_entries(
             share, written, binary, structure=self.plan.structure, metadata=self._metadata, reuse=self._reuse
         )

@@ -22,8 +22,10 @@ from snapshot.io.accelerators import await_events, await_host_copies
 from snapshot.io.aio import in_thread
 from snapshot.io.arena import Pinning, Slot
 from snapshot.io.budget import HeldSlot, MemoryBudget
+from snapshot.io.loop import LoopFuture
 from snapshot.io.storage import Buffer
 from snapshot.plan.layout import Extent, FilePart, FilePlan, cut_file
+from snapshot.plan.plan_cache import cut_file_cached
 from snapshot.save.device_copies import DeviceCopies, PartCopies
 from snapshot.save.digests import WORTH, ExtentDigests, FileDigests
 from snapshot.save.step_barrier import PendingCopy
@@ -75,10 +77,29 @@ class StagedPart:
 
 
 class PartSource:
-    """A source of parts: in a subclass, `read_part` fills each part's slot. The parts of a file are read in order."""
+    """Where a writer gets the parts of its files: each part's bytes in host memory, in the order of each file.
+
+    There are three kinds. Some read each part when the writer asks for it, and define `read_part`. `Stager` finds most
+    parts in the application's memory. Others stage parts ahead, on their own: see `StagedAhead`.
+    """
 
     waits = True
-    """True if `read_part` waits for an event loop, so that a thread alone cannot call it."""
+    """True if `fetch` waits for an event loop, so that a thread alone cannot call it."""
+    part_bytes = 0
+    """The wanted length of parts; 0 if the storage decides."""
+    late: PendingCopy | None = None
+    """The copies that go on after the call of a take."""
+
+    def cut(self, file: FilePlan, nbytes: int) -> list[FilePart]:
+        """Return the parts of a file, of at most `nbytes`."""
+        return cut_file_cached(file, nbytes)
+
+    def digests(self, file: FilePlan) -> FileDigests:
+        """Return an object that digests a file's parts as they arrive."""
+        return FileDigests(file)
+
+    async def ready(self, file: FilePlan, part: FilePart) -> None:
+        """Wait for a part that is staged ahead. Its staging may need the memory of parts that are being written."""
 
     def needs_slot(self, file: FilePlan, part: FilePart) -> int:
         """Return the slot bytes that a part takes; 0 if other memory suffices."""
@@ -88,23 +109,12 @@ class PartSource:
         """Return the pinned memory to stage in, for an operation that copies `total` bytes; None if none is useful."""
         return None
 
-    def digests(self, file: FilePlan) -> FileDigests:
-        """Return an object that digests a file's parts as they arrive."""
-        return FileDigests(file)
-
-    def forget(self) -> None:
-        """Release all tensors."""
-
-    async def read_part(self, file: FilePlan, part: FilePart, slot: Slot) -> None:
-        """Fill a slot with the bytes of a part. A source whose parts are all staged ahead of the writer needs none."""
-        raise NotImplementedError(type(self).__name__)
-
     async def fetch(
         self, file: FilePlan, part: FilePart, held: HeldSlot | None, then: Callable[[StagedPart], object] | None = None
     ) -> StagedPart:
-        """Bring a part into host memory, and call `then` with it in a thread. An error leaves the slot to the caller.
+        """Return a part that is `ready`, and call `then` with it in a thread before.
 
-        `held` is None if the part needs no slot.
+        `held` is None if the part needs no slot. An error leaves it to the caller.
         """
         assert held is not None
         slot = held.slot
@@ -113,6 +123,65 @@ class PartSource:
         if then is not None:
             await in_thread(then, staged)
         return staged
+
+    async def read_part(self, file: FilePlan, part: FilePart, slot: Slot) -> None:
+        """Fill a slot with the bytes of a part."""
+        raise NotImplementedError(type(self).__name__)
+
+    def stop(self, error: BaseException) -> None:
+        """Stop staging ahead: whoever waits for a part gets the error."""
+
+    def release(self) -> None:
+        """Release the parts that were staged, and not fetched."""
+
+    # The steps of a take
+
+    def begin(
+        self, parts: Callable[[FilePlan], Sequence[FilePart]], write: Callable[[], LoopFuture[None]]
+    ) -> LoopFuture[None]:
+        """Stage what must be staged before the call returns, and begin to write. `parts`: those of the writer."""
+        return write()
+
+    async def check(self) -> None:
+        """Raise if the application changed its tensors before they were copied."""
+
+    async def end(self) -> None:
+        """Wait until nothing is staged any more, and release its memory."""
+
+    def forget(self) -> None:
+        """Release all tensors."""
+
+
+Key = tuple[int, int]
+"""A part that is staged ahead."""
+
+
+def key_of(file: FilePlan, part: FilePart) -> Key:
+    """Return the key of a part, among those of files that live as long as the key."""
+    return id(file), part.begin
+
+
+class StagedAhead(PartSource):
+    """Parts that are staged before the writer asks for them: it only waits for those that are not there yet."""
+
+    def needs_slot(self, file: FilePlan, part: FilePart) -> int:
+        return 0
+
+    async def fetch(
+        self, file: FilePlan, part: FilePart, held: HeldSlot | None, then: Callable[[StagedPart], object] | None = None
+    ) -> StagedPart:
+        staged = self.take(file, part)
+        try:
+            if then is not None:
+                await in_thread(then, staged)
+        except BaseException:
+            staged.release()
+            raise
+        return staged
+
+    def take(self, file: FilePlan, part: FilePart) -> StagedPart:
+        """Return a part that is `ready`. The caller releases it."""
+        raise NotImplementedError(type(self).__name__)
 
 
 class _Watched(msgspec.Struct, gc=False):
@@ -191,8 +260,8 @@ class Stager(PartSource):
     def stage(self, file: FilePlan, part: FilePart, held: HeldSlot | None) -> StagedPart:
         """Bring a part into host memory. With a slot for the whole part, everything is copied."""
         with span("stage", bytes=part.end - part.begin, copied=held is not None):
-            staged = self.begin(file, part, held)
-            self.end(file, part, staged)
+            staged = self.begin_part(file, part, held)
+            self.end_part(file, part, staged)
         return staged
 
     async def fetch(
@@ -208,8 +277,8 @@ class Stager(PartSource):
 
         return await in_thread(stage)
 
-    def begin(self, file: FilePlan, part: FilePart, held: HeldSlot | None) -> StagedPart:
-        """Start to stage a part. The bytes of accelerators may arrive later; until `end`, it must not be released."""
+    def begin_part(self, file: FilePlan, part: FilePart, held: HeldSlot | None) -> StagedPart:
+        """Start to stage a part. Accelerators' bytes may arrive later: until `end_part`, it must not be released."""
         header = file.header[part.begin : part.end] if part.begin < len(file.header) else b""
         if held is None:
             return self._borrow(file, part, header)
@@ -232,7 +301,7 @@ class Stager(PartSource):
             raise
         return staged
 
-    def end(self, file: FilePlan, part: FilePart, staged: StagedPart) -> None:
+    def end_part(self, file: FilePlan, part: FilePart, staged: StagedPart) -> None:
         """Wait until a part has arrived, and check that its tensors did not change meanwhile."""
         staged.arrive()
         if self._watched:

@@ -24,10 +24,10 @@ from snapshot.save.background_take import LateCopies, StagingAhead
 from snapshot.save.begin import Claim, begin_take, open_dry_run, session_for_take
 from snapshot.save.compression import choose_packing
 from snapshot.save.observers import Observers, TakeView
-from snapshot.save.planned_take import AtCommit, PartStaging, Take, Verify, plan_writes
+from snapshot.save.planned_take import AtCommit, Take, Verify, plan_writes
 from snapshot.save.rank_share import RankShare, collect_rank_share
 from snapshot.save.reuse import find_reuse, group_leaves
-from snapshot.save.staging import Stager
+from snapshot.save.staging import PartSource, Stager
 from snapshot.save.step_barrier import PendingCopy
 from snapshot.save.take_options import TakeCall, TakeRequest, find_sink
 from snapshot.save.take_slots import take_slots
@@ -118,11 +118,8 @@ def start_take(
             ExitStack() as opened,
         ):
             take = _assemble(opened, claim, app_state, options, background=not works_here(), sink=sink)
-            report, staging = take.report, take.staging
-            if isinstance(staging, StagingAhead):
-                work, late = staging.stage(take), staging.late
-            else:
-                work, late = take.start(), None
+            report, late = take.report, take.late
+            work = take.start()
             slot.leave_after(work)
             place = claim.path_as_given(path)
             return make(StartedTake(place, report, work, meter, late, claim.save_id))
@@ -147,20 +144,23 @@ def _assemble(
     observers = _observe(claim, share, app_state, options)
     groups = reuse.groups_with(late.marks)
     plan = plan_writes(share, session, staged=background, groups=groups, expected=options.plan, packing=packing)
-    staging: PartStaging
+    source: PartSource
     if background:
-        staging = opened.enter_context(StagingAhead(claim, share, plan, late, sink))
+        ahead = StagingAhead(claim, share, plan, late.pending, shared=sink is not None, in_turn=packing is not None)
+        if late.pending is not None:
+            ahead.stager.watch(late.marks, late.owners, late.pending)
+        source = opened.enter_context(ahead)
     else:
-        stager = Stager(share.leaves, copies=session.storage.limits.alignment > 1)
+        source = stager = Stager(share.leaves, copies=session.storage.limits.alignment > 1)
         opened.enter_context(stager.digesting(plan.files, session.budget))
-        staging = PartStaging(stager)
     return Take(
         claim,
         share,
         plan,
         reuse=reuse,
-        staging=staging,
+        source=source,
         packing=packing,
+        sink=sink,
         commit=AtCommit(
             options.metadata_json,
             options.metadata if isinstance(options.metadata, Future) else None,

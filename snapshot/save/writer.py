@@ -21,7 +21,6 @@ from snapshot.io.loop import cancel_all
 from snapshot.io.session import Session
 from snapshot.io.storage import FileWriter, Storage
 from snapshot.plan.layout import FilePart, FilePlan, choose_part_size
-from snapshot.plan.plan_cache import cut_file_cached
 from snapshot.progress import unmetered
 from snapshot.save.base_files import BaseFile
 from snapshot.save.compression import FilePacker, PackedResult, Packing
@@ -34,22 +33,6 @@ from snapshot.tensors.split_zstd import PAGE
 Progress = Callable[[int], None]
 
 
-class PartsAhead(Protocol):
-    """Parts that are staged ahead of the writer."""
-
-    async def get(self, number: int, position: int) -> StagedPart:
-        """Return a part of a file as soon as it is ready. The caller releases it."""
-        ...
-
-    def stop(self, error: BaseException) -> None:
-        """Stop staging."""
-        ...
-
-    def release(self) -> None:
-        """Release parts that were not requested."""
-        ...
-
-
 class PartSink(Protocol):
     """A writer of the data files in place of this process."""
 
@@ -58,14 +41,14 @@ class PartSink(Protocol):
         session: Session,
         files: Sequence[FilePlan],
         locations: Sequence[str],
-        parts: Sequence[Sequence[FilePart]],
+        source: PartSource,
         *,
-        staging: PartsAhead,
+        parts: Sequence[Sequence[FilePart]],
         progress: Progress,
         packing: Packing | None,
         signed: bool,
     ) -> list[WrittenFile]:
-        """Write all files from staged parts, as `Writer.write` does. If one fails, delete all of them."""
+        """Write all files from parts that are staged ahead, as `Writer.write` does. If one fails, delete them all."""
         ...
 
 
@@ -100,7 +83,7 @@ class Writer:
         packing: Packing | None = None,
         signed: bool = False,
     ) -> None:
-        """`most_files`: the number of files written in parallel. `staging` ahead must use the same number.
+        """`most_files`: the number of files written in parallel.
 
         With `packing`, files are compressed. If `signed`, stored bytes are hashed, too.
         """
@@ -122,47 +105,32 @@ class Writer:
     def parts(self, file: FilePlan) -> list[FilePart]:
         """Return the parts that a file is split into."""
         limits = self._storage.limits
-        return cut_file_cached(file, choose_part_size(limits, self._budget.limit, file.size, self._wanted_part))
+        return self.source.cut(file, choose_part_size(limits, self._budget.limit, file.size, self._wanted_part))
 
-    @property
-    def serial(self) -> bool:
-        """Return True if one thread writes a whole file, part by part, if nothing is staged ahead."""
-        blocking = self._storage.capabilities.blocking and not self.source.waits
-        return blocking and self._storage.limits.parts_per_file == 1
-
-    async def write(
-        self, files: Sequence[FilePlan], locations: Sequence[str], staging: PartsAhead | None = None
-    ) -> list[WrittenFile]:
+    async def write(self, files: Sequence[FilePlan], locations: Sequence[str]) -> list[WrittenFile]:
         """Write all files. If one fails, abort and delete all of them."""
         self._total = sum(file.size for file in files)
         self._packers = asyncio.Semaphore(self.packing.at_once if self.packing is not None else 1)
+        lane: Callable[[FilePlan, str], Coroutine[Any, Any, WrittenFile]] = self._lane
         if self.packing is not None:
-            work = [
-                partial(self._packed, number, file, where, staging, self.packing)
-                for number, (file, where) in enumerate(zip(files, locations, strict=True))
-            ]
-        elif staging is None and self.serial:
-            work = [partial(in_thread, run_inline, self._serial, *each) for each in zip(files, locations, strict=True)]
-        else:
-            work = [
-                partial(self._lane, number, file, where, staging)
-                for number, (file, where) in enumerate(zip(files, locations, strict=True))
-            ]
-        lanes = [asyncio.create_task(self._in_turn(each)) for each in work]
+            lane = partial(self._packed, self.packing)
+        elif writes_serially(self._storage, self.source):
+            lane = partial(in_thread, run_inline, self._serial)
+        lanes = [asyncio.create_task(self._in_turn(lane, *each)) for each in zip(files, locations, strict=True)]
         try:
             return list(await asyncio.gather(*lanes))
         except BaseException as error:
-            if staging is not None:
-                staging.stop(error)
+            self.source.stop(error)
             await shielded(self._abort(lanes))
             raise
         finally:
-            if staging is not None:
-                staging.release()
+            self.source.release()
 
-    async def _in_turn(self, lane: Callable[[], Coroutine[Any, Any, WrittenFile]]) -> WrittenFile:
+    async def _in_turn(
+        self, lane: Callable[[FilePlan, str], Coroutine[Any, Any, WrittenFile]], file: FilePlan, location: str
+    ) -> WrittenFile:
         async with self._files:
-            return await lane()
+            return await lane(file, location)
 
     async def _abort(self, lanes: Sequence[asyncio.Task[WrittenFile]]) -> None:
         self._stopped = True
@@ -193,7 +161,8 @@ class Writer:
         await writer.finish()
         return WrittenFile(file, location, digests.digests, digests.tables, tree=digests.finish_tree())
 
-    async def _lane(self, number: int, file: FilePlan, location: str, staging: PartsAhead | None) -> WrittenFile:
+    async def _lane(self, file: FilePlan, location: str) -> WrittenFile:
+        """Write a file, several parts at once."""
         writer = await shielded(self._storage.create(location, file.size))
         self._open.append(writer)
         this = asyncio.current_task()
@@ -204,9 +173,8 @@ class Writer:
         limits = self._storage.limits
         at_once = limits.parts_per_file
         try:
-            for position, part in enumerate(self.parts(file)):
-                ahead = await staging.get(number, position) if staging is not None else None
-                staged = await self._with_slot(file, part, digests, ahead)
+            for part in self.parts(file):
+                staged = await self._with_slot(file, part, digests)
                 try:
                     while len(writes) >= at_once:
                         done, writes = await asyncio.wait(writes, return_when=asyncio.FIRST_COMPLETED)
@@ -227,22 +195,18 @@ class Writer:
         await writer.finish()
         return WrittenFile(file, location, digests.digests, digests.tables, tree=digests.finish_tree())
 
-    async def _packed(
-        self, number: int, file: FilePlan, location: str, staging: PartsAhead | None, packing: Packing
-    ) -> WrittenFile:
+    async def _packed(self, packing: Packing, file: FilePlan, location: str) -> WrittenFile:
         """Compress a file in memory, then write it: a storage must know its size first."""
         async with packing.room(PAGE + file.size) as room:
             packer = FilePacker(*packing.layout(file), room)
             digests = self.source.digests(file)
             async with self._packers:
-                for position, part in enumerate(self.parts(file)):
+                for part in self.parts(file):
                     if self._stopped:
                         raise asyncio.CancelledError
-                    ahead = await staging.get(number, position) if staging is not None else None
-                    staged = ahead or await self._next(file, part, digests)
+                    await self.source.ready(file, part)
+                    staged = await self._next(file, part, digests)
                     try:
-                        if ahead is not None:
-                            await in_thread(_digest_part, digests, file, part, ahead)
                         await in_thread(packer.feed, staged.buffers)
                     finally:
                         staged.release()
@@ -271,27 +235,16 @@ class Writer:
         await gather_limited(range(0, len(data), step), write, limits.parts_per_file)
         await writer.finish()
 
-    async def _with_slot(
-        self, file: FilePlan, part: FilePart, digests: FileDigests, ahead: StagedPart | None
-    ) -> StagedPart:
-        """Prepare one of the parts that are digested and written at once: staged ahead, or now.
+    async def _with_slot(self, file: FilePlan, part: FilePart, digests: FileDigests) -> StagedPart:
+        """Prepare one of the parts that are digested and written at once.
 
         Parts that wait for staging do not count among them, since staging may wait for the memory of the others.
         """
+        await self.source.ready(file, part)
+        await self._slots.acquire()
         try:
-            await self._slots.acquire()
+            return await self._next(file, part, digests)
         except BaseException:
-            if ahead is not None:
-                ahead.release()
-            raise
-        try:
-            if ahead is None:
-                return await self._next(file, part, digests)
-            await in_thread(_digest_part, digests, file, part, ahead)
-            return ahead
-        except BaseException:
-            if ahead is not None:
-                ahead.release()
             self._slots.release()
             raise
 
@@ -316,6 +269,11 @@ class Writer:
     def _release(self, staged: StagedPart, _: asyncio.Task[None]) -> None:
         staged.release()
         self._slots.release()
+
+
+def writes_serially(storage: Storage, source: PartSource) -> bool:
+    """Return True if one thread writes a whole file, part by part: nothing of it waits for an event loop."""
+    return storage.capabilities.blocking and storage.limits.parts_per_file == 1 and not source.waits
 
 
 def _digest_part(digests: FileDigests, file: FilePlan, part: FilePart, staged: StagedPart) -> None:

@@ -161,7 +161,7 @@ async def _write_files(
             target,
             files,
             meter.wrote,
-            lambda writer, plans, ahead: outputs.write(writer, plans, lambda: list(layout.markers.items()), ahead),
+            lambda writer, plans: outputs.write(writer, plans, lambda: list(layout.markers.items())),
         )
     except SnapshotError as error:
         await _expect_unchanged(source, layout, error)
@@ -406,7 +406,7 @@ class _Copy:
                 self._target,
                 files,
                 self._meter.wrote,
-                lambda writer, plans, ahead: writer.write(plans, names, ahead),
+                lambda writer, plans: writer.write(plans, names),
             )
             try:
                 await while_all_go_on(self._exchange, work)

@@ -8,9 +8,11 @@ import mmap
 import tempfile
 import threading
 import zlib
+from bisect import bisect_left
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -39,8 +41,8 @@ from snapshot.plan.layout import Extent, FilePart, FilePlan
 from snapshot.progress import unmetered
 from snapshot.save.compression import Packing
 from snapshot.save.digests import FileDigests
-from snapshot.save.staging import PartSource, StagedPart
-from snapshot.save.writer import Writer
+from snapshot.save.staging import Key, PartSource, StagedAhead, StagedPart, key_of
+from snapshot.save.writer import Writer, writes_serially
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.digest import BLOCK, RunningDigest, digest_range
 from snapshot.tensors.geometry import Box, boxes_of_range, intersect, position_of
@@ -191,49 +193,54 @@ class CheckedDigests(FileDigests):
             raise CorruptSnapshotError(line, faults=[line])
 
 
-class ReadAhead:
-    """Reads parts ahead, several at once.
+class ReadAhead(StagedAhead):
+    """Parts of files on another storage that are read ahead, several at once.
 
     The parts of each file are read in order, so that a part with memory never waits for a part without.
     """
 
-    def __init__(self, writer: Writer, source: FileStream, budget: MemoryBudget, at_once: int) -> None:
-        self._writer = writer
+    def __init__(self, source: FileStream, budget: MemoryBudget, at_once: int) -> None:
         self._source = source
         self._budget = budget
         self._at_once = max(2, at_once // max(1, min(FILES, len(source.plans))))
-        self._reads: dict[tuple[int, int], asyncio.Task[StagedPart]] = {}
+        self._parts: dict[int, list[FilePart]] = {}
+        """The parts of each file that is being written, by its id."""
+        self._reads: dict[Key, asyncio.Task[StagedPart]] = {}
         self._stopped = False
 
-    async def get(self, number: int, position: int) -> StagedPart:
-        """Return a part of a file. The caller releases it."""
-        parts = self._writer.parts(self._source.plans[number])
-        for ahead in range(position, min(position + self._at_once, len(parts))):
-            if (number, ahead) not in self._reads and not self._stopped:
-                self._reads[number, ahead] = asyncio.create_task(self._read(number, parts[ahead]))
-        staged = await self._reads[number, position]
-        del self._reads[number, position]
-        return staged
+    def cut(self, file: FilePlan, nbytes: int) -> list[FilePart]:
+        parts = self._parts[id(file)] = super().cut(file, nbytes)
+        return parts
 
-    async def _read(self, number: int, part: FilePart) -> StagedPart:
+    def digests(self, file: FilePlan) -> FileDigests:
+        return self._source.digests(file)
+
+    async def ready(self, file: FilePlan, part: FilePart) -> None:
+        parts = self._parts[id(file)]
+        position = bisect_left(parts, part.begin, key=attrgetter("begin"))
+        for ahead in parts[position : position + self._at_once]:
+            key = key_of(file, ahead)
+            if key not in self._reads and not self._stopped:
+                self._reads[key] = asyncio.create_task(self._read(file, ahead))
+        await self._reads[key_of(file, part)]
+
+    def take(self, file: FilePlan, part: FilePart) -> StagedPart:
+        return self._reads.pop(key_of(file, part)).result()
+
+    async def _read(self, file: FilePlan, part: FilePart) -> StagedPart:
         held = await self._budget.hold(part.end - part.begin)
         try:
-            return await self._source.fetch(self._source.plans[number], part, held)
+            return await self._source.fetch(file, part, held)
         except BaseException:
             held.release()
             raise
 
     def stop(self, error: BaseException) -> None:
-        """Stop reading."""
         self._stopped = True
         for read in self._reads.values():
             read.cancel()
 
-    def release(self) -> None:
-        """Do nothing: `close` releases unused parts, and waits for pending reads."""
-
-    async def close(self) -> None:
-        """Wait for pending reads, and release unused parts."""
+    async def end(self) -> None:
         self._stopped = True
         await shielded(cancel_all(list(self._reads.values())))
         for read in self._reads.values():
@@ -242,7 +249,7 @@ class ReadAhead:
         self._reads.clear()
 
 
-Write = Callable[[Writer, Sequence[FilePlan], ReadAhead | None], Coroutine[Any, Any, object]]
+Write = Callable[[Writer, Sequence[FilePlan]], Coroutine[Any, Any, object]]
 
 
 async def copy_files_through(
@@ -258,28 +265,19 @@ async def copy_files_through(
 
     `write` calls the writer with the destination names.
     """
-    passing = FileStream(source, files)
-    part = target.settings.part_bytes
+    stream, part_bytes = FileStream(source, files), target.settings.part_bytes
+    parts: PartSource = stream
+    if writes_serially(target.storage, stream):
+        part_bytes = part_bytes or source.limits.hot_part
+    else:
+        parts = ReadAhead(stream, target.budget, source.limits.parallel_parts)
     writer = Writer(
-        target.storage, passing, target.budget, progress, wanted_part=part, most_files=FILES, packing=packing
+        target.storage, parts, target.budget, progress, wanted_part=part_bytes, most_files=FILES, packing=packing
     )
-    if writer.serial:
-        writer = Writer(
-            target.storage,
-            passing,
-            target.budget,
-            progress,
-            wanted_part=part or source.limits.hot_part,
-            most_files=FILES,
-            packing=packing,
-        )
-        await write(writer, passing.plans, None)
-        return
-    ahead = ReadAhead(writer, passing, target.budget, source.limits.parallel_parts)
     try:
-        await write(writer, passing.plans, ahead)
+        await write(writer, stream.plans)
     finally:
-        await ahead.close()
+        await parts.end()
 
 
 async def stat_files(storage: Storage, locations: Iterable[str]) -> dict[str, tuple[int, str | None]]:
@@ -295,9 +293,9 @@ async def stat_files(storage: Storage, locations: Iterable[str]) -> dict[str, tu
 
 # Tensors of another checkpoint as a source of parts, each read just before it is written, within the budget.
 
-Key = int | tuple[int, int]
+Held = int | tuple[int, int]
 """A leaf, or the leaf and the number of one of its stored pieces."""
-Used = list[tuple[Key, int]]
+Used = list[tuple[Held, int]]
 """Held tensors, and the number of their elements that were copied."""
 Made = Callable[[], bytes]
 """Functions whose bytes depend on the bytes before them in the file."""
@@ -349,9 +347,9 @@ class CheckpointSource(PartSource):
         self._document = opened.document
         self._origins = origins
         self._verify, self._orders, self._sums = how.verify, how.orders, how.sums
-        self._held: dict[Key, torch.Tensor] = {}
+        self._held: dict[Held, torch.Tensor] = {}
         """Tensors that are read once as a whole, and such pieces: see `_whole` and `_piece`."""
-        self._left: dict[Key, int] = {}
+        self._left: dict[Held, int] = {}
         """For each of them, the number of elements that have not been copied yet."""
         self.bytes_read = 0
         self._counting = threading.Lock()  # parts may be read in several threads

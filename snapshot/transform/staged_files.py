@@ -29,7 +29,7 @@ from snapshot.io.storage import Storage, exists
 from snapshot.plan.layout import FilePlan
 from snapshot.save.commit import commit_together, expect_written, raise_fault_of_another_rank, while_all_go_on
 from snapshot.save.transaction import DAY
-from snapshot.save.writer import PartsAhead, Writer
+from snapshot.save.writer import Writer
 from snapshot.text import counted
 from snapshot.transform.call import AT_ONCE, digest_plan, expect_equal_plans, share_whole
 
@@ -149,7 +149,6 @@ class StagedFiles:
         writer: Writer,
         files: Sequence[FilePlan],
         last: Callable[[], list[tuple[str, bytes]]],
-        staging: PartsAhead | None = None,
     ) -> None:
         """Write this rank's files, and publish all files when every rank has written its own.
 
@@ -162,7 +161,7 @@ class StagedFiles:
         try:
             if not renames:
                 await self._delete_markers_first()
-            await while_all_go_on(exchange, writer.write(files, own, staging))
+            await while_all_go_on(exchange, writer.write(files, own))
             await storage.settle()
             await self._publish_together(aside, last)
         except CommitUnknown:  # the leader may still publish the files

@@ -37,7 +37,7 @@ from snapshot.plan.names import Rename, expect_globs
 from snapshot.reports import ConvertReport
 from snapshot.save.begin import claimed
 from snapshot.save.compression import choose_packing, expect_compression, usual_budget
-from snapshot.save.planned_take import AtCommit, PartStaging, Take, plan_writes
+from snapshot.save.planned_take import AtCommit, Take, plan_writes
 from snapshot.save.rank_share import RankShare, item_of, size_of
 from snapshot.save.replication import Replication
 from snapshot.settings import expect_positive
@@ -565,7 +565,7 @@ def write_as_snapshot(
         plan = plan_writes(share, claim.session, staged=False, packing=packing)
         source = make_source(opened, share.leaves, share.origins, LeafReads(choice.verify))
         commit = AtCommit(add_root(document))
-        take = Take(claim, share, plan, staging=PartStaging(source), packing=packing, commit=commit)
+        take = Take(claim, share, plan, source=source, packing=packing, commit=commit)
         run(take.write_and_commit())
     changed = tuple(memory_changes(entries, lambda *_: True))
     return ConvertReport("snapshot", recording.tensors, take.committed_bytes, tuple(recording.uncast), changed=changed)

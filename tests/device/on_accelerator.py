@@ -159,14 +159,14 @@ def test_take_during_cuda_graph_capture_raises(path, monkeypatch):
 
 def held_up(monkeypatch):
     """An event that lets the copies after the call begin."""
-    go_on, begin = threading.Event(), Stager.begin
+    go_on, begin = threading.Event(), Stager.begin_part
 
     def late(self, *arguments):
         if threading.current_thread().name == "snapshot-io-stage":
             assert go_on.wait(30)
         return begin(self, *arguments)
 
-    monkeypatch.setattr(Stager, "begin", late)
+    monkeypatch.setattr(Stager, "begin_part", late)
     return go_on
 
 
@@ -203,7 +203,7 @@ def test_overlapped_staging_raises_if_memory_is_freed_before_its_copy(path, monk
 @only_fake
 def test_overlapped_staging_memory_freed_during_its_copy_is_not_reused(path, monkeypatch):
     """The copies wait in their stream; the application frees the weight, and allocates as much again."""
-    begun, freed, end = threading.Event(), threading.Event(), Stager.end
+    begun, freed, end = threading.Event(), threading.Event(), Stager.end_part
 
     def late(self, *arguments):
         if threading.current_thread().name == "snapshot-io-stage":
@@ -211,7 +211,7 @@ def test_overlapped_staging_memory_freed_during_its_copy_is_not_reused(path, mon
             assert freed.wait(30)
         return end(self, *arguments)
 
-    monkeypatch.setattr(Stager, "end", late)
+    monkeypatch.setattr(Stager, "end_part", late)
     module, optimizer = adam(300_000)
     pending = Snapshot.async_take(
         path, {"state": module, "optim": optimizer}, options=TakeOptions(staging="overlapped")
@@ -824,13 +824,13 @@ def test_device_digests_that_fail_in_a_restore_fall_back_to_the_host(path, diges
 @only_fake
 def test_device_digests_find_a_byte_changed_on_the_way_to_the_host(path, digesting, monkeypatch):
     tensor = torch.zeros(1_000_000, device=DEVICE)
-    end = Stager.end
+    end = Stager.end_part
 
     def flip(self, file, part, staged):
         end(self, file, part, staged)
         memoryview(staged.shares(file, part)[0]).cast("B")[99] ^= 1
 
-    monkeypatch.setattr(Stager, "end", flip)
+    monkeypatch.setattr(Stager, "end_part", flip)
     Snapshot.take(path, {"state": StateDict(tensor=tensor)})
     assert not Snapshot(path).verify()
 
@@ -841,7 +841,7 @@ def test_device_digests_memory_is_released_if_take_fails(path, digesting, monkey
     def fail(*arguments):
         raise RuntimeError("in the middle")
 
-    monkeypatch.setattr(Stager, "begin", fail)
+    monkeypatch.setattr(Stager, "begin_part", fail)
     with pytest.raises(Exception, match="in the middle"):
         getattr(Snapshot, how)(path, {"state": StateDict(mixed())})
     assert digesting

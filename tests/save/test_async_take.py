@@ -17,7 +17,7 @@ from snapshot.errors import CancelledError, SnapshotBusyError
 from snapshot.events import add_handler, remove_handler
 from snapshot.io.arena import arena, release_memory
 from snapshot.io.budget import HeldSlot
-from snapshot.save.background_take import PartPrefetcher
+from snapshot.save.background_take import StagingAhead
 from snapshot.save.take_slots import take_slots
 from snapshot.testing import faulty, stalling
 from tests.helpers.warm_interpreter import Failed
@@ -245,7 +245,7 @@ def test_async_take_interrupted_in_the_call_leaves_nothing_pending(tmp_path, mon
                 raise KeyboardInterrupt
 
             if name == "Meter":
-                patch.setattr(PartPrefetcher, "stage", interrupted)
+                patch.setattr(StagingAhead, "_stage_files", interrupted)
             else:
                 patch.setattr("snapshot.snapshot.PendingSnapshot", interrupted)
             with pytest.raises(KeyboardInterrupt):

@@ -717,7 +717,7 @@ print(most[0] - before)
 
 def test_overlapped_staging_abandoned_releases_its_memory_after_the_wait(monkeypatch):
     """The part that is being copied then is copied to its end."""
-    copying, go_on, real = threading.Event(), threading.Event(), Stager.begin
+    copying, go_on, real = threading.Event(), threading.Event(), Stager.begin_part
 
     def slow(self, *arguments):
         if threading.current_thread().name == "snapshot-io-stage":
@@ -725,7 +725,7 @@ def test_overlapped_staging_abandoned_releases_its_memory_after_the_wait(monkeyp
             go_on.wait(30)
         return real(self, *arguments)
 
-    monkeypatch.setattr(Stager, "begin", slow)
+    monkeypatch.setattr(Stager, "begin_part", slow)
     model = Net()
     app = trained(model, torch.optim.Adam(model.parameters()))
     pending = Snapshot.async_take("memory://given-up", app, overwrite=True, options=TakeOptions(staging="overlapped"))
@@ -861,8 +861,8 @@ def test_overlapped_staging_memory_is_not_freed_during_its_copy(monkeypatch, mov
             threads[0].join(30)
         return end(self, *arguments)
 
-    end, blocked = Stager.end, []
-    monkeypatch.setattr(Stager, "end", ended)
+    end, blocked = Stager.end_part, []
+    monkeypatch.setattr(Stager, "end_part", ended)
     while_copied(monkeypatch, act)
     with pytest.raises(SnapshotError, match=r"(model|optim)/\S+: changed outside"):
         Snapshot.async_take("memory://freed", app, overwrite=True, options=TakeOptions(staging="overlapped")).wait(30)
@@ -883,7 +883,7 @@ def test_overlapped_staging_detects_a_change_during_a_copy(monkeypatch):
             app["optim"].state[parameter]["exp_avg"].mul_(2)
 
     ends = []
-    end = Stager.end
+    end = Stager.end_part
 
     def noted(self, *arguments):
         try:
@@ -892,7 +892,7 @@ def test_overlapped_staging_detects_a_change_during_a_copy(monkeypatch):
             ends.append(str(error))
             raise
 
-    monkeypatch.setattr(Stager, "end", noted)
+    monkeypatch.setattr(Stager, "end_part", noted)
     while_copied(monkeypatch, act)
     with pytest.raises(SnapshotError, match=r"(model|optim)/\S+: changed outside"):
         Snapshot.async_take("memory://during", app, overwrite=True, options=TakeOptions(staging="overlapped")).wait(30)

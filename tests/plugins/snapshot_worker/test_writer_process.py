@@ -24,7 +24,7 @@ from snapshot.io.loop import run, start
 from snapshot.io.session import Session
 from snapshot.io.storage import URL
 from snapshot.plan.layout import cut_file, make_plan
-from snapshot.save.staging import Stager
+from snapshot.save.staging import StagedAhead, Stager
 from snapshot.save.writer import Writer
 from snapshot.state.leaves import Leaf
 from snapshot.storages.file.file_storage import FileStorage
@@ -38,7 +38,7 @@ from tests.helpers.leaks import open_files
 PART = 1 << 20
 
 
-class Ahead:
+class Ahead(StagedAhead):
     """Parts that are staged when they are asked for, in shared memory."""
 
     def __init__(self, take, *, fails_at=None):
@@ -46,18 +46,15 @@ class Ahead:
         self._fails_at = fails_at
         self.error = None
 
-    async def get(self, number, position):
-        if (number, position) == self._fails_at:
+    def take(self, file, part):
+        number = self._take.files.index(file)
+        if (number, self._take.parts[number].index(part)) == self._fails_at:
             raise MemoryError("no more can be staged")
-        part = self._take.parts[number][position]
         held = self._take.budget.hold_blocking(part.end - part.begin, shared=True)
-        return self._take.source.stage(self._take.files[number], part, held)
+        return self._take.source.stage(file, part, held)
 
     def stop(self, error):
         self.error = error
-
-    def release(self):
-        pass
 
 
 class Take:
@@ -85,8 +82,8 @@ class Take:
             self.operation,
             self.files,
             self.locations,
-            self.parts,
-            staging=staging or Ahead(self),
+            staging or Ahead(self),
+            parts=self.parts,
             progress=self._progress,
         )
 
