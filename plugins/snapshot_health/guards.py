@@ -29,10 +29,11 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.document import STATISTICS
 from snapshot.manifest.values import IntEntry
 from snapshot.save.findings import KEY, NOTED, Finding, Guards
+from snapshot.save.observers import TakeView
 from snapshot.state.leaves import FlatState, Leaf
-from snapshot.state.model_state import find_local_tensor, optimizers_of
+from snapshot.state.model_state import ModuleMap
 from snapshot.tensors.composite import is_freed
-from snapshot.tensors.memory import BY_NAME, NAMES, is_plain, wrap_memory
+from snapshot.tensors.memory import BY_NAME, NAMES, find_local_tensor, is_plain, wrap_memory
 from snapshot.text import counted, listed
 from snapshot_health.parameter_roles import (
     Member,
@@ -190,27 +191,17 @@ class GuardedTake:
     def __init__(
         self,
         guards: Guards,
-        app_state: Mapping[str, Any],
-        flat: FlatState,
-        leaves: Sequence[Leaf],
-        *,
-        replicas: frozenset[str] = frozenset(),
-        url: URL,
-        verb: str,
-        turn: int = 0,
+        view: TakeView,
     ) -> None:
-        """Examine the values. `leaves`: those of the state that this rank writes. `replicas`: paths that all have.
-
-        `turn`: a number that all ranks share, and that differs from take to take: where replicas are sampled.
-        """
+        """Examine the values."""
         self.policy = guards
-        self._url, self._verb, self._turn = url, verb, turn
+        self._url, self._verb, self._turn = view.url, view.verb, view.turn
         self.findings: list[Finding] = []
-        self._keys = frozenset(app_state)
+        self._keys = frozenset(each.key for each in view.statefuls)
         self._steps = 0.0, False
         self._stores_steps = False
         self._samples: dict[str, float] = {}
-        self._memory = _memories.get().of(_DIGITS.sub("#", str(url)))
+        self._memory = _memories.get().of(_DIGITS.sub("#", str(view.url)))
         self._groups: list[tuple[OptimizerGroup, torch.optim.Optimizer]] = []
         self._counters: dict[str, int] = {}
         self._replicas: list[str] = []
@@ -220,8 +211,8 @@ class GuardedTake:
         self.sampled: SampledReplicas | None = None
         self.measured: ByPath | None = None
         """The statistics of the tensors that this rank writes, if they are wanted."""
-        self._safely(self._examine, app_state, flat, leaves)
-        self._safely(self._sample_replicas, flat, replicas)
+        self._safely(self._examine, view.statefuls, view.flat, view.leaves)
+        self._safely(self._sample_replicas, view.flat, view.replicas)
 
     def _safely(self, work: Callable[..., None], *arguments: Any) -> None:
         """Do a guard's work. An unusual object in the app state must not fail a take."""
@@ -233,21 +224,23 @@ class GuardedTake:
             log.exception("%s: a guard failed, and the take continues", self._url)
             emit("guard_failed", self._verb, str(self._url), error=error)
 
-    def _examine(self, app_state: Mapping[str, Any], flat: FlatState, leaves: Sequence[Leaf]) -> None:
-        known, memory = key_of(app_state, leaves), self._memory
+    def _examine(self, statefuls: Sequence[ModuleMap], flat: FlatState, leaves: Sequence[Leaf]) -> None:
+        known, memory = key_of(statefuls, leaves), self._memory
         if memory.roles is None or memory.roles.known != known:
-            memory.roles = Roles(known, app_state, flat, leaves)
+            memory.roles = Roles(known, statefuls, flat, leaves)
+        optimizers = {each.key: each.optimizers for each in statefuls}
         self._roles = memory.roles
         for group in self._roles.groups:
             key, number, _ = group.place
-            self._groups.append((group, optimizers_of(app_state[key])[number]))
+            self._groups.append((group, optimizers[key][number]))
         ints = ((path, flat.entries.get(path)) for path in self._roles.counters)
         self._counters = {path: entry.value() for path, entry in ints if isinstance(entry, IntEntry)}
-        self._steps = count_steps(app_state)
-        self._stores_steps = len(memory.takes) == 2 and stores_live_steps(app_state, flat)
+        self._steps = count_steps(statefuls)
+        self._stores_steps = len(memory.takes) == 2 and stores_live_steps(statefuls, flat)
         self._samples = self._sample_moments(flat, leaves)
         for stranger in self._roles.strangers:
-            self._examine_parameters(stranger, app_state, flat)
+            optimizer = optimizers[stranger.key][stranger.place[1]]
+            self._examine_parameters(stranger, optimizer, statefuls, flat)
         self._examine_keys()
         self._examine_values(leaves)
 
@@ -256,17 +249,22 @@ class GuardedTake:
             self.findings.append(each)
             emit("guard", self._verb, str(self._url), guard=each.guard, text=each.text)
 
-    def _examine_parameters(self, stranger: Stranger, app_state: Mapping[str, Any], flat: FlatState) -> None:
+    def _examine_parameters(
+        self,
+        stranger: Stranger,
+        optimizer: torch.optim.Optimizer,
+        statefuls: Sequence[ModuleMap],
+        flat: FlatState,
+    ) -> None:
         """Look for an optimizer that trains other parameters than those of the modules in the app state."""
-        optimizer = optimizers_of(app_state[stranger.key])[stranger.place[1]]
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if not self._roles.any_module:
             return
-        if has_masters(optimizer, app_state):
+        if has_masters(optimizer, statefuls):
             self._mastered.add(stranger.key)
             return
         text = f"{stranger.key}: none of its {counted(len(held), 'parameter')} is of a module in the app state"
-        acts = not find_holders(app_state, flat, dict) and is_twin(held, app_state)
+        acts = not find_holders(statefuls, flat, dict) and is_twin(held, statefuls)
         self._add([Finding("missing" if acts else "elsewhere", text)])
 
     def _examine_keys(self) -> None:

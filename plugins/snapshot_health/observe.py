@@ -16,16 +16,7 @@ class Health:
 
     def observe(self, view: TakeView, options: Mapping[str, Any]) -> GuardedTake:
         """Examine the state that is taken. Raise `SuspectStateError` to refuse it."""
-        made = GuardedTake(
-            options["guards"],
-            view.app_state,
-            view.flat,
-            view.leaves,
-            replicas=view.replicas,
-            url=view.url,
-            verb=view.verb,
-            turn=view.turn,
-        )
+        made = GuardedTake(options["guards"], view)
         if view.alone:  # of several ranks, the leader knows all findings at the commit
             expect_good(options["guards"], made.findings, view.url)
         if options["statistics"]:

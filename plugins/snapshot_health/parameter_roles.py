@@ -17,8 +17,9 @@ from snapshot.extensions import is_own
 from snapshot.manifest.paths import encode_component
 from snapshot.manifest.values import IntEntry
 from snapshot.state.leaves import FlatState, Leaf
-from snapshot.state.model_state import ModelState, _only_optimizers, find_local_tensor, list_parameters, optimizers_of
+from snapshot.state.model_state import ModelState, ModuleMap, only_optimizers
 from snapshot.state.rng import RNGState
+from snapshot.tensors.memory import find_local_tensor
 from snapshot_health.samples import Rotation
 
 MOST_NORMS = 64
@@ -57,12 +58,12 @@ class Stranger(NamedTuple):
     """The beginning of the paths of its state."""
 
 
-def count_steps(app_state: Mapping[str, Any]) -> tuple[float, bool]:
+def count_steps(statefuls: Sequence[ModuleMap]) -> tuple[float, bool]:
     """Return the number of steps that the optimizers of an app state have counted, and True if each of them counts.
 
     These are the optimizers in the app state, and those in attributes of its other objects.
     """
-    counts = [max(_list_counts(each), default=None) for each in _find_all(app_state)]
+    counts = [max(_list_counts(each), default=None) for each in _find_all(statefuls)]
     return sum(each or 0.0 for each in counts), bool(counts) and None not in counts
 
 
@@ -70,7 +71,7 @@ MOST_COUNTS = 64
 """Stored numbers of steps that are compared with those of optimizers."""
 
 
-def stores_live_steps(app_state: Mapping[str, Any], flat: FlatState) -> bool:
+def stores_live_steps(statefuls: Sequence[ModuleMap], flat: FlatState) -> bool:
     """Return True if a stored number of steps is that of an optimizer: then its state is not an old copy.
 
     The other optimizers may not be saved, or make no steps.
@@ -79,12 +80,12 @@ def stores_live_steps(app_state: Mapping[str, Any], flat: FlatState) -> bool:
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for each in itertools.islice(stored, MOST_COUNTS):
         by_device.setdefault(each.device, []).append(each.detach().reshape(()).double())
-    live = {count for each in _find_all(app_state) for count in _list_counts(each)} if by_device else set()
+    live = {count for each in _find_all(statefuls) for count in _list_counts(each)} if by_device else set()
     return any(not live.isdisjoint(torch.stack(held).tolist()) for held in by_device.values())
 
 
-def _find_all(app_state: Mapping[str, Any]) -> list[torch.optim.Optimizer]:
-    return [each for stateful in app_state.values() for each in optimizers_of(stateful) or _find_held(stateful)]
+def _find_all(statefuls: Sequence[ModuleMap]) -> list[torch.optim.Optimizer]:
+    return [optimizer for each in statefuls for optimizer in each.optimizers or _find_held(each.stateful)]
 
 
 def _find_held(stateful: Any) -> list[torch.optim.Optimizer]:
@@ -94,7 +95,7 @@ def _find_held(stateful: Any) -> list[torch.optim.Optimizer]:
     found: list[torch.optim.Optimizer] = []
     for each in getattr(stateful, "__dict__", {}).values():
         held = each.values() if isinstance(each, dict) else each
-        found += _only_optimizers(held if isinstance(each, (list, tuple, dict)) else [each])
+        found += only_optimizers(held if isinstance(each, (list, tuple, dict)) else [each])
     return found
 
 
@@ -112,20 +113,20 @@ def _list_counts(optimizer: torch.optim.Optimizer) -> Iterator[float]:
 class PathsOfParameters:
     """The paths of parameters in the app state. One that no module has is found by its memory."""
 
-    def __init__(self, app_state: Mapping[str, Any], flat: FlatState) -> None:
+    def __init__(self, statefuls: Sequence[ModuleMap], flat: FlatState) -> None:
         self._flat = flat
         self._stored = {leaf.entry for leaf in flat.leaves} | flat.shards.keys()
         self._by_id: dict[int, str] = {}
         self._by_address: dict[int, str] | None = None
         self.of_modules: dict[str, list[torch.nn.Parameter]] = {}
         """The parameters of each module of the app state, by its key."""
-        for key, module in modules_of(app_state):
-            named = app_state[key] is not module
-            below = f"{encode_component(key)}/" + ("model/" if named else "")
-            self.of_modules[key] = []
-            for name, parameter in list_parameters(module, unwrapped=named):
-                self._by_id.setdefault(id(parameter), below + encode_component(name))
-                self.of_modules[key].append(parameter)
+        for each in statefuls:
+            if each.model is None:
+                continue
+            held = self.of_modules[each.key] = []
+            for name, parameter in each.parameters():
+                self._by_id.setdefault(id(parameter), f"{each.model_path}/{encode_component(name)}")
+                held.append(parameter)
 
     def list_trained(self) -> list[str]:
         """Return the paths of all parameters of modules."""
@@ -158,26 +159,27 @@ class PathsOfParameters:
 class Roles:
     """The values of an app state, as the guards need them: groups of parameters, leaves to sample, and counters."""
 
-    def __init__(self, known: tuple[Any, ...], app_state: Mapping[str, Any], flat: FlatState, leaves: Sequence[Leaf]):
+    def __init__(
+        self, known: tuple[Any, ...], statefuls: Sequence[ModuleMap], flat: FlatState, leaves: Sequence[Leaf]
+    ) -> None:
         self.known = known
         self.groups: list[OptimizerGroup] = []
         self.strangers: list[Stranger] = []
-        paths = PathsOfParameters(app_state, flat)
+        paths = PathsOfParameters(statefuls, flat)
         states: list[str] = []
-        for key, stateful in app_state.items():
-            below = f"{encode_component(key)}/" + ("optim/state" if isinstance(stateful, ModelState) else "state")
-            for number, optimizer in enumerate(optimizers_of(stateful)):
-                made = self._list_groups(optimizer, (key, number), paths, named=isinstance(stateful, ModelState))
+        for each in statefuls:
+            for number, optimizer in enumerate(each.optimizers):
+                made = self._list_groups(each, number, paths)
                 self.groups += made
-                states += [f"{below}/", f"{below}."]
+                states += [f"{each.state_path}/", f"{each.state_path}."]
                 held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-                if held and not any(paths.name(each) or paths.find(each) for each in held):
-                    self.strangers.append(Stranger(key, made[0].place, f"{encode_component(key)}/"))
+                if held and not any(paths.name(parameter) or paths.find(parameter) for parameter in held):
+                    self.strangers.append(Stranger(each.key, made[0].place, f"{each.path}/"))
         self.any_module = paths.any_module
         self.unstored: list[tuple[str, weakref.ref[torch.Tensor]]] = []
         """Trained parameters of modules whose state dict has copies under other names, and what they are called."""
         parameters = {each.path for group in self.groups for each in group.members if each.path}
-        parameters |= self._find_trained(app_state, paths)
+        parameters |= self._find_trained(statefuls, paths)
         below_states = tuple(states)
         self.numbers = [
             number
@@ -202,17 +204,17 @@ class Roles:
         ]
         """The paths of ints that grow during training."""
         names = {name for path in flat.entries for name in path.split("/")}
-        others = _has_others(app_state)
+        others = _has_others(statefuls)
         self.untrained: list[str] = []
         """The parameters of modules, if the app state has no optimizer and no object that could hold its state."""
-        if not find_holders(app_state, flat) and not self.groups and not self.strangers and not names & _OF_OPTIMIZERS:
+        if not find_holders(statefuls, flat) and not self.groups and not self.strangers and not names & _OF_OPTIMIZERS:
             self.untrained = paths.list_trained()
         self.saves_moments = bool(names & _OF_OPTIMIZERS)
         """True if the app state has the state of an optimizer."""
         self.unscheduled = not others and not names & _OF_SCHEDULERS
         """True if the app state has no scheduler and no object that could hold its state."""
 
-    def _find_trained(self, app_state: Mapping[str, Any], paths: PathsOfParameters) -> set[str]:
+    def _find_trained(self, statefuls: Sequence[ModuleMap], paths: PathsOfParameters) -> set[str]:
         """Return the paths of trained parameters that no group has, and record those that are not stored.
 
         If no optimizer of the app state has a parameter of a module, another one trains it: one that has copies of the
@@ -220,8 +222,8 @@ class Roles:
         """
         held = {
             id(parameter)
-            for stateful in app_state.values()
-            for optimizer in optimizers_of(stateful)
+            for each in statefuls
+            for optimizer in each.optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
@@ -249,22 +251,19 @@ class Roles:
         return [group for group, each in optimizers if "initial_lr" in each.param_groups[group.place[2]]]
 
     @staticmethod
-    def _list_groups(
-        optimizer: torch.optim.Optimizer, place: tuple[str, int], paths: PathsOfParameters, *, named: bool
-    ) -> list[OptimizerGroup]:
+    def _list_groups(of: ModuleMap, optimizer: int, paths: PathsOfParameters) -> list[OptimizerGroup]:
         """Return the groups. An optimizer's state has numbers, or in a `ModelState` the names of the parameters."""
-        below = f"{encode_component(place[0])}/" + ("optim/state/" if named else "state/")
         made, count = [], 0
-        for number, group in enumerate(optimizer.param_groups):
+        for number, group in enumerate(of.optimizers[optimizer].param_groups):
             members = []
             for position, parameter in enumerate(group["params"]):
                 path = paths.find(parameter) if parameter.requires_grad else None
                 name = paths.name(parameter) or path
-                if parameter.requires_grad and name is not None and (not named or name.count("/") > 1):
-                    state = below + (name.split("/", 2)[2] if named else str(count))
-                    members.append(Member(path or "", state, position))
+                if parameter.requires_grad and name is not None and (not of.joined or name.count("/") > 1):
+                    called = name.split("/", 2)[2] if of.joined else str(count)
+                    members.append(Member(path or "", f"{of.state_path}/{called}", position))
                 count += 1
-            made.append(OptimizerGroup(f"{place[0]} group {number}", (*place, number), members))
+            made.append(OptimizerGroup(f"{of.key} group {number}", (of.key, optimizer, number), members))
         return made
 
 
@@ -277,7 +276,7 @@ _TRAINED = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRS
 _KNOWN = (*_TRAINED, dict, torch.amp.GradScaler, torch.utils.data.DataLoader, torch.utils.data.Sampler, RNGState)
 
 
-def find_holders(app_state: Mapping[str, Any], flat: FlatState, *more: type) -> list[str]:
+def find_holders(statefuls: Sequence[ModuleMap], flat: FlatState, *more: type) -> list[str]:
     """Return the keys of objects that may hold parameters or moments in a form of their own.
 
     `more`: known types that count here, too.
@@ -285,32 +284,25 @@ def find_holders(app_state: Mapping[str, Any], flat: FlatState, *more: type) -> 
     paths = [leaf.path for leaf in flat.leaves if leaf.tensor.is_floating_point() and leaf.tensor.numel() > 1]
     stored = {path.partition("/")[0] for path in (*paths, *flat.shards, *(blob.path for blob in flat.blobs))}
     return [
-        key
-        for key, each in app_state.items()
-        if (not isinstance(each, _KNOWN) or isinstance(each, more)) and encode_component(key) in stored
+        each.key
+        for each in statefuls
+        if (not isinstance(each.stateful, _KNOWN) or isinstance(each.stateful, more)) and each.path in stored
     ]
 
 
-def _has_others(app_state: Mapping[str, Any]) -> bool:
+def _has_others(statefuls: Sequence[ModuleMap]) -> bool:
     """Return True if an app state has objects that may hold a schedule in a form of their own."""
-    others = [each for each in app_state.values() if not isinstance(each, _KNOWN)]
+    others = [each.stateful for each in statefuls if not isinstance(each.stateful, _KNOWN)]
     return any(hasattr(each, "parameters") or not is_own(type(each).__module__) for each in others)
 
 
-def modules_of(app_state: Mapping[str, Any]) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the modules of an app state, by key: also the model of a `ModelState`."""
-    for key, each in app_state.items():
-        module = each.model if isinstance(each, ModelState) else each
-        if isinstance(module, torch.nn.Module):
-            yield key, module
-
-
-def is_twin(parameters: Sequence[torch.Tensor], app_state: Mapping[str, Any]) -> bool:
+def is_twin(parameters: Sequence[torch.Tensor], statefuls: Sequence[ModuleMap]) -> bool:
     """Return True if a module has parameters of the same shapes and dtypes: probably a copy of the trained one."""
     wanted = sorted((str(each.shape), str(each.dtype)) for each in parameters)
     return any(
-        sorted((str(each.shape), str(each.dtype)) for each in module.parameters()) == wanted
-        for _, module in modules_of(app_state)
+        sorted((str(each.shape), str(each.dtype)) for each in of.model.parameters()) == wanted
+        for of in statefuls
+        if of.model is not None
     )
 
 
@@ -320,7 +312,7 @@ COMPARED = 64
 """Elements of each that are compared."""
 
 
-def has_masters(optimizer: torch.optim.Optimizer, app_state: Mapping[str, Any]) -> bool:
+def has_masters(optimizer: torch.optim.Optimizer, statefuls: Sequence[ModuleMap]) -> bool:
     """Return True if an optimizer has masters of the modules' parameters: copies that it trains, with equal values.
 
     A copy of the same dtype on the same device is a master only if the optimizer has changed it. The order may differ,
@@ -328,8 +320,8 @@ def has_masters(optimizer: torch.optim.Optimizer, app_state: Mapping[str, Any]) 
     """
     masters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     by_shape: dict[torch.Size, list[torch.Tensor]] = {}
-    for _, module in modules_of(app_state):
-        for each in module.parameters():
+    for of in statefuls:
+        for each in of.model.parameters() if of.model is not None else ():
             if each.requires_grad:
                 by_shape.setdefault(each.shape, []).append(each)
     if not masters or any(each.shape not in by_shape for each in masters):
@@ -368,7 +360,7 @@ def _is_counter(path: str) -> bool:
     return path.rpartition("/")[2] in COUNTERS
 
 
-def key_of(app_state: Mapping[str, Any], leaves: Sequence[Leaf]) -> tuple[Any, ...]:
+def key_of(statefuls: Sequence[ModuleMap], leaves: Sequence[Leaf]) -> tuple[Any, ...]:
     """Return a key that changes with the objects of an app state."""
     held = [len(leaves), leaves[0].path if leaves else "", leaves[-1].path if leaves else ""]
     groups = [
@@ -380,9 +372,9 @@ def key_of(app_state: Mapping[str, Any], leaves: Sequence[Leaf]) -> tuple[Any, .
         )
         if group["params"]
         else ()
-        for stateful in app_state.values()
-        for optimizer in optimizers_of(stateful)
+        for each in statefuls
+        for optimizer in each.optimizers
         for group in optimizer.param_groups
     ]
-    modules = [id(next(module.parameters(), None)) for _, module in modules_of(app_state)]
-    return (*held, *((key, id(stateful)) for key, stateful in app_state.items()), *groups, *modules)
+    modules = [id(next(each.model.parameters(), None)) for each in statefuls if each.model is not None]
+    return (*held, *((each.key, id(each.stateful)) for each in statefuls), *groups, *modules)

@@ -20,8 +20,8 @@ from snapshot.manifest.paths import encode_component
 from snapshot.manifest.rank_view import RankView, group_by_key, suggest_names
 from snapshot.plan.names import find_unmatched, matcher
 from snapshot.reports import RestoreIssues
+from snapshot.state.adapters import find_adapter
 from snapshot.state.flatten import ChosenState
-from snapshot.state.model_state import find_adapter
 from snapshot.state.rng import RNGState
 from snapshot.text import counted
 

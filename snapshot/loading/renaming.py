@@ -18,7 +18,8 @@ from snapshot.manifest.rank_view import RankView, group_by_key, remove_entry, re
 from snapshot.manifest.values import Entry, IntEntry, StrEntry, make_scalar_entry
 from snapshot.plan.names import OWN, Change, Rename, compile_rename, match_names
 from snapshot.reports import RestoreIssues
-from snapshot.state.model_state import ModelState, ModelStateAdapter, find_adapter, make_adapter
+from snapshot.state.adapters import ModelStateAdapter, find_adapter, make_adapter
+from snapshot.state.model_state import ModelState
 from snapshot.state.optimizers import SavedOptimizer
 from snapshot.state.stateful import ModuleAdapter, RestoreAdapter, find_names_beneath
 from snapshot.text import listed

@@ -42,7 +42,7 @@ from snapshot.manifest.rank_view import (
 from snapshot.manifest.values import NoneEntry, Scalar
 from snapshot.plan.names import Change, compile_rename, matcher
 from snapshot.reports import RestoreIssues
-from snapshot.state.model_state import make_adapter
+from snapshot.state.adapters import make_adapter
 from snapshot.state.optimizers import OptimizerAdapter
 from snapshot.state.sharded import Sharded
 from snapshot.state.stateful import Reshardable, RestoreAdapter

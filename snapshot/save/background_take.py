@@ -7,10 +7,9 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -25,7 +24,8 @@ from snapshot.save.digests import FileDigests
 from snapshot.save.rank_share import RankShare
 from snapshot.save.staging import Key, StagedAhead, StagedPart, Stager, key_of
 from snapshot.save.step_barrier import PendingCopy
-from snapshot.state.model_state import OverlapEligible, find_local_tensor
+from snapshot.state.changing import OverlapEligible
+from snapshot.tensors.memory import find_local_tensor
 
 # Staging ahead of writing in asynchronous takes: values that the application may change next are copied first.
 #
@@ -54,13 +54,13 @@ class LateCopies:
     As a context, an error that leaves it lets the `step()` continue.
     """
 
-    def __init__(self, claim: Claim, share: RankShare, app_state: Mapping[str, Any] | None) -> None:
+    def __init__(self, claim: Claim, share: RankShare, *, overlapped: bool) -> None:
         self.marks = b""
         """One byte per leaf: 1 if it is copied after the call."""
         self.owners: list[torch.Tensor] = []
         """Tensors whose version counters show that a leaf was changed."""
         self.pending: PendingCopy | None = None
-        eligible = OverlapEligible(app_state) if app_state is not None else None
+        eligible = OverlapEligible(share.statefuls) if overlapped else None
         if not eligible:
             return
         flat = share.flat

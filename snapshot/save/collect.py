@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from snapshot.plan.names import find_unmatched, matcher
 from snapshot.state.flatten import Flattened
 from snapshot.state.foreign_parts import read_state
 from snapshot.state.leaves import Leaf, Prepare
-from snapshot.state.model_state import ModelState
+from snapshot.state.model_state import ModuleMap
 from snapshot.state.optimizers import has_param_groups, make_record
 from snapshot.state.rng import RNGState
 from snapshot.tensors.composite import find_stride_order
@@ -26,7 +27,7 @@ from snapshot.text import listed
 
 
 def collect_state(
-    app_state: Mapping[str, Any],
+    statefuls: Sequence[ModuleMap],
     prepare: Prepare | None,
     exclude: Sequence[str],
     replicated: Sequence[str],
@@ -36,15 +37,16 @@ def collect_state(
     flat = Flattened(
         prepare, matcher(exclude) if exclude else None, fits_tree=None if exclude else partial(_fits_tree, replicated)
     )
-    rng = {key: value.state_dict() for key, value in app_state.items() if isinstance(value, RNGState)}
+    rng = {each.key: each.stateful.state_dict() for each in statefuls if isinstance(each.stateful, RNGState)}
     try:
-        for key in sorted(app_state):
-            state = rng[key] if key in rng else read_state(key, app_state[key])
-            flat.add(encode_component(key), state)
-            _record_optimizer(flat, encode_component(key), app_state[key], state)
+        for each in sorted(statefuls, key=attrgetter("key")):
+            state = rng[each.key] if each.key in rng else read_state(each)
+            flat.add(each.path, state)
+            _record_optimizer(flat, each, state)
     finally:
-        for key, state in rng.items():
-            app_state[key].load_state_dict(state)
+        for each in statefuls:
+            if each.key in rng:
+                each.stateful.load_state_dict(rng[each.key])
     for glob in find_unmatched(replicated, flat.entries) if replicated else ():
         warn(f"replicated: the glob {glob!r} matches nothing in the app state")
     for glob in find_unmatched(exclude, [*flat.entries, *flat.excluded]) if exclude else ():
@@ -116,21 +118,20 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return find_stride_order(tensor) is not None
 
 
-def _record_optimizer(flat: Flattened, key: str, stateful: Any, state: Any) -> None:
+def _record_optimizer(flat: Flattened, of: ModuleMap, state: Any) -> None:
     """Record which model's parameters an optimizer's state dict belongs to."""
-    if isinstance(stateful, ModelState):
-        optimizers, path = stateful.optimizers, f"{key}/optim"
-        held = state["optim"] if optimizers else {}
+    path = of.path
+    if of.joined and of.optimizers:
+        path, held = f"{of.path}/optim", state["optim"]
         names = [name for group in held.get("param_groups", ()) for name in group["params"]]
         if "param_groups" not in held:  # flat
             flat_names = (name for name in held if isinstance(name, str) and name.startswith("param_groups."))
             names = list(dict.fromkeys(name.partition(".")[2].rpartition(".")[0] for name in flat_names))
         parameters = [state["model"].get(name) for name in names]
-    elif isinstance(stateful, torch.optim.Optimizer) and has_param_groups(stateful, state):
-        optimizers, path = [stateful], key
-        parameters = [parameter for group in stateful.param_groups for parameter in group["params"]]
+    elif isinstance(of.stateful, torch.optim.Optimizer) and has_param_groups(of.stateful, state):
+        parameters = [parameter for group in of.stateful.param_groups for parameter in group["params"]]
     else:
         return
     entry = flat.entries.get(path)
-    if optimizers and isinstance(entry, DictEntry):
-        flat.entries[path] = replace(entry, optimizer=make_record(optimizers, parameters))
+    if isinstance(entry, DictEntry):
+        flat.entries[path] = replace(entry, optimizer=make_record(of.optimizers, parameters))

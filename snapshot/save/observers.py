@@ -19,6 +19,7 @@ from snapshot.io.url import URL
 from snapshot.manifest.document import encode_metadata
 from snapshot.save.findings import Finding
 from snapshot.state.leaves import FlatState, Leaf
+from snapshot.state.model_state import ModuleMap
 
 GROUP: extensions.Group = "snapshot.takes"
 """The entry-point group of observers: `name = "package.module:OBSERVER"`."""
@@ -31,7 +32,8 @@ HEALTH = "health"
 class TakeView(NamedTuple):
     """What an observer sees of a take on this rank, before the first byte is written."""
 
-    app_state: Mapping[str, Any]
+    statefuls: Sequence[ModuleMap]
+    """The objects of the app state, with their modules and optimizers."""
     flat: FlatState
     leaves: Sequence[Leaf]
     """The leaves that this rank writes."""
@@ -43,6 +45,11 @@ class TakeView(NamedTuple):
     """A number that all ranks share, and that differs from take to take."""
     alone: bool
     """True if there is no other rank."""
+
+    @property
+    def app_state(self) -> dict[str, Any]:
+        """The app state that is taken."""
+        return {each.key: each.stateful for each in self.statefuls}
 
 
 class TakeObserver(Protocol):

@@ -24,6 +24,7 @@ from snapshot.save.replication import Replication, ReplicationRules, agree_on_re
 from snapshot.save.take_options import TakeRequest
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob, Leaf, hold_memory
+from snapshot.state.model_state import ModuleMap, map_modules
 from snapshot.state.sharded import LocalPiece, Shards
 from snapshot.tensors.memory import ITEMSIZE, NAMES
 
@@ -35,11 +36,15 @@ _nbytes = attrgetter("nbytes")
 class RankShare:
     """The leaves and entries that this rank writes."""
 
-    def __init__(self, exchange: Exchange, flat: Flattened, replication: Replication) -> None:
+    def __init__(
+        self, exchange: Exchange, flat: Flattened, replication: Replication, statefuls: Sequence[ModuleMap] = ()
+    ) -> None:
         self._exchange = exchange
         self.world = exchange.world
         self.flat = flat
         self.replication = replication
+        self.statefuls = statefuls
+        """The objects of the app state, with their modules and optimizers."""
         self.leaves: list[Leaf] = []
         self.loads = list(replication.loads)
         """Bytes that each rank writes."""
@@ -220,9 +225,10 @@ def collect_rank_share(
 
     `globs`: the `replicated` globs that all ranks gave.
     """
-    flat = collect_state(app_state, options.prepare, options.exclude, globs, options.allow_pickle)
+    statefuls = map_modules(app_state)
+    flat = collect_state(statefuls, options.prepare, options.exclude, globs, options.allow_pickle)
     digest = partial(digest_leaves, session)
-    replication = agree_on_replicas(exchange, flat, ReplicationRules(app_state, globs, exchange.ranks), digest)
+    replication = agree_on_replicas(exchange, flat, ReplicationRules(statefuls, globs, exchange.ranks), digest)
     if options.check_replicated:
         check_replicas(exchange, flat, replication, digest)
-    return RankShare(exchange, flat, replication)
+    return RankShare(exchange, flat, replication, statefuls)

@@ -8,7 +8,6 @@ stays the same.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 import xxhash
+from torch.nn.parallel import DistributedDataParallel
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import Ranks
@@ -32,7 +32,7 @@ from snapshot.plan.names import matcher
 from snapshot.state.flatten import Flattened
 from snapshot.state.foreign_parts import find_marked_names, is_split
 from snapshot.state.leaves import Leaf
-from snapshot.state.model_state import ModelState, list_parameters, optimizers_of
+from snapshot.state.model_state import ModuleMap
 from snapshot.state.rng import RNGState
 from snapshot.state.sharded import LocalPiece, Shards
 from snapshot.tensors.digest import digest_range, split_digests
@@ -43,15 +43,19 @@ from snapshot.text import listed
 class ReplicationRules:
     """Which paths are replicated across ranks, by the user's globs or by known wrappers."""
 
-    def __init__(self, app_state: Mapping[str, Any], globs: Sequence[str], ranks: Ranks) -> None:
+    def __init__(self, statefuls: Sequence[ModuleMap], globs: Sequence[str], ranks: Ranks) -> None:
         self._globs: Callable[[str], bool] = matcher(globs) if globs else lambda path: False
         self._inferred: dict[str, bool] = {}
-        for key, stateful in app_state.items():
-            self._inferred |= _of_ddp(encode_component(key), stateful, ranks)
-        self._moments = _moments_of_ddp(app_state, ranks)
-        self._split = _find_split(app_state) if globs else ()
+        equal: dict[int, str] = {}
+        for each in statefuls:
+            for prefix, wrapper in _list_ddp(each, ranks):
+                self._inferred |= _names_of_ddp(each, prefix, wrapper)
+                for name, parameter in _list_equal(each, wrapper):
+                    equal.setdefault(id(parameter), f"{each.key}/{prefix}{name}")
+        self._moments = _moments_of_ddp(statefuls, equal) if equal else {}
+        self._split = _find_split(statefuls) if globs else ()
         self._any = bool(globs or self._inferred)
-        self.own = tuple(encode_component(key) for key, stateful in app_state.items() if isinstance(stateful, RNGState))
+        self.own = tuple(each.path for each in statefuls if isinstance(each.stateful, RNGState))
         """Keys that are never shared: every rank has its own random state."""
 
     def select(self, paths: Iterable[str]) -> frozenset[str]:
@@ -93,17 +97,15 @@ class ReplicationRules:
         return found
 
 
-def _find_split(app_state: Mapping[str, Any]) -> tuple[str, ...]:
+def _find_split(statefuls: Sequence[ModuleMap]) -> tuple[str, ...]:
     """Return the beginnings of the paths of parameters that Megatron marks as split, and of their moments."""
     found: list[str] = []
-    for key, stateful in app_state.items():
-        below = encode_component(key)
-        if isinstance(stateful, torch.nn.Module):
-            found += [f"{below}/{encode_component(name)}/" for name in find_marked_names(stateful).split]
-        groups = getattr(stateful, "param_groups", ()) if isinstance(stateful, torch.optim.Optimizer) else ()
-        parameters = [each for group in groups for each in group["params"]]
-        marked = map(is_split, parameters)
-        found += [f"{below}/state/{number}/" for number, each in enumerate(marked) if each]
+    for each in statefuls:
+        if each.joined:
+            continue
+        found += [f"{each.path}/{encode_component(name)}/" for name in find_marked_names(each.modules).split]
+        held = [parameter for one in each.optimizers for group in one.param_groups for parameter in group["params"]]
+        found += [f"{each.state_path}/{number}/" for number, parameter in enumerate(held) if is_split(parameter)]
     return tuple(found)
 
 
@@ -114,70 +116,63 @@ class Moment(NamedTuple):
     parameter: str
 
 
-def _list_ddp(stateful: Any, ranks: Ranks) -> Iterator[tuple[str, Any]]:
+def _list_ddp(of: ModuleMap, ranks: Ranks) -> Iterator[tuple[str, DistributedDataParallel]]:
     """Yield each `DistributedDataParallel` of a stateful whose process group has the calling ranks, and its prefix.
 
     Others have groups with their own models, or a group without some of the calling ranks.
     """
-    parallel = sys.modules.get("torch.nn.parallel.distributed")
-    model = stateful.model if isinstance(stateful, ModelState) else stateful
-    if parallel is None or not isinstance(model, torch.nn.Module):
-        return
-    for prefix, module in model.named_modules():
-        if isinstance(module, parallel.DistributedDataParallel):
+    for prefix, module in of.modules:
+        if isinstance(module, DistributedDataParallel):
             members = torch.distributed.get_process_group_ranks(module.process_group)
             if tuple(members) == ranks.members:
                 yield prefix, module
 
 
-def _of_ddp(key: str, stateful: Any, ranks: Ranks) -> dict[str, bool]:
-    """Return the names that `DistributedDataParallel` keeps equal on all ranks of this group.
+def _list_equal(of: ModuleMap, wrapper: DistributedDataParallel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield the parameters that a `DistributedDataParallel` keeps equal, with their names in the state dict.
+
+    These have no wrappers in a `ModelState`.
+    """
+    for name, parameter in wrapper.module.named_parameters(remove_duplicate=False):
+        if name not in wrapper.parameters_to_ignore:
+            yield name if of.joined else f"module.{name}", parameter
+
+
+def _names_of_ddp(of: ModuleMap, prefix: str, wrapper: DistributedDataParallel) -> dict[str, bool]:
+    """Return the paths of what a `DistributedDataParallel` keeps equal on all ranks of this group.
 
     These are the parameters, and the buffers, which it broadcasts from its first rank before each forward pass. So the
     first rank's buffers are saved.
     """
-    named = isinstance(stateful, ModelState)
-    found: dict[str, bool] = {}
-    below = f"{key}/model" if named else key
-    for prefix, module in _list_ddp(stateful, ranks):
-        start = f"{prefix}.module." if prefix else "module."
-        if named:  # names belong to the wrapped model
-            start = f"{prefix}." if prefix else ""
-        ignored = set(module.parameters_to_ignore)
-        for name, _ in module.module.named_parameters(remove_duplicate=False):
-            if name not in ignored:
-                found[f"{below}/{encode_component(start + name)}"] = False
-        for name, _ in module.module.named_buffers(remove_duplicate=False):
-            if module.broadcast_buffers and name not in ignored:
-                found[f"{below}/{encode_component(start + name)}"] = True
+    start = prefix if of.joined else f"{prefix}module."
+    found = {f"{of.model_path}/{encode_component(prefix + name)}": False for name, _ in _list_equal(of, wrapper)}
+    for name, _ in wrapper.module.named_buffers(remove_duplicate=False) if wrapper.broadcast_buffers else ():
+        if name not in wrapper.parameters_to_ignore:
+            found[f"{of.model_path}/{encode_component(start + name)}"] = True
     return found
 
 
-def _moments_of_ddp(app_state: Mapping[str, Any], ranks: Ranks) -> dict[str, Moment]:
-    """Return the paths of the optimizers' state for parameters that `DistributedDataParallel` keeps equal."""
-    equal: dict[int, str] = {}
-    for key, stateful in app_state.items():
-        for prefix, module in _list_ddp(stateful, ranks):
-            for name, parameter in module.module.named_parameters(remove_duplicate=False):
-                if name not in module.parameters_to_ignore:
-                    equal.setdefault(id(parameter), f"{key}/{prefix}.{name}")
+def _moments_of_ddp(statefuls: Sequence[ModuleMap], equal: Mapping[int, str]) -> dict[str, Moment]:
+    """Return the paths of the optimizers' state for parameters that `DistributedDataParallel` keeps equal.
+
+    `equal`: these parameters, by their ids, and a name for each.
+    """
     found: dict[str, Moment] = {}
-    for key, stateful in app_state.items() if equal else ():
-        below, optimizers = encode_component(key), optimizers_of(stateful)
-        for number, optimizer in enumerate(optimizers):
-            name = key if len(optimizers) == 1 else f"{key} (optimizer {number})"
+    for each in statefuls:
+        names = list(each.parameters()) if each.joined else []
+        for number, optimizer in enumerate(each.optimizers):
+            called = each.key if len(each.optimizers) == 1 else f"{each.key} (optimizer {number})"
             held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-            if isinstance(stateful, ModelState):
-                mine = equal.keys() & held
-                for text, parameter in list_parameters(stateful.model, unwrapped=True):
-                    if id(parameter) in mine:
-                        moment = Moment(name, equal[id(parameter)])
-                        found[f"{below}/optim/state/{encode_component(text)}"] = moment
-                        found[f"{below}/optim/{encode_component(f'state.{text}')}"] = moment
-            else:
+            mine = equal.keys() & held
+            if not each.joined:
                 found |= {
-                    f"{below}/state/{at}": Moment(name, equal[each]) for at, each in enumerate(held) if each in equal
+                    f"{each.state_path}/{at}": Moment(called, equal[one]) for at, one in enumerate(held) if one in mine
                 }
+            for name, parameter in names if mine else ():
+                if id(parameter) in mine:
+                    moment = Moment(called, equal[id(parameter)])
+                    found[f"{each.state_path}/{encode_component(name)}"] = moment
+                    found[f"{each.path}/optim/{encode_component(f'state.{name}')}"] = moment
     return found
 
 

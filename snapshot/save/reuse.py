@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from snapshot.errors import (
     CorruptSnapshotError,
@@ -50,8 +49,8 @@ from snapshot.save.staging import Stager
 from snapshot.save.take_options import TakeRequest, find_keys
 from snapshot.save.transaction import committed_save_id
 from snapshot.save.writer import WrittenFile
+from snapshot.state.changing import find_frozen
 from snapshot.state.leaves import Leaf
-from snapshot.state.model_state import find_frozen
 from snapshot.tensors.digest import FileTree, digest_range
 from snapshot.text import counted, size_text
 
@@ -435,12 +434,12 @@ ABSENT = (SnapshotNotFoundError, CorruptSnapshotError, UnsupportedFormatError, S
 """Errors of a base that make a take write everything."""
 
 
-def find_reuse(claim: Claim, share: RankShare, app_state: Mapping[str, Any], options: TakeRequest) -> Reuse:
+def find_reuse(claim: Claim, share: RankShare, options: TakeRequest) -> Reuse:
     """Compare the tensors of this rank with the bases, and share or omit what is equal.
 
     When this returns, nothing that it shares or omits is read from the live tensors again.
     """
-    frozen = find_frozen(app_state, share.leaves)
+    frozen = find_frozen(share.statefuls, share.leaves)
     notes: list[str] = []
     with ExitStack() as opened:
         bases = _open_bases(claim, options, notes, opened)

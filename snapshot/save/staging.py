@@ -29,8 +29,8 @@ from snapshot.plan.plan_cache import cut_file_cached
 from snapshot.save.device_copies import DeviceCopies, PartCopies
 from snapshot.save.digests import WORTH, ExtentDigests, FileDigests
 from snapshot.save.step_barrier import PendingCopy
+from snapshot.state.changing import count_changes
 from snapshot.state.leaves import Leaf
-from snapshot.state.model_state import count_changes
 from snapshot.tensors.memory import SHORT, copy_memory, copy_memory_short, view_memory, wrap_memory
 
 DIGESTED = 4 << 20

@@ -24,8 +24,8 @@ from snapshot.events import log
 from snapshot.io.aio import Latch
 from snapshot.io.loop import LIBRARY
 from snapshot.io.system import PerProcess
-from snapshot.state.model_state import count_changes, find_local_tensor, find_storage_begin
-from snapshot.tensors.memory import wrap_memory
+from snapshot.state.changing import count_changes, find_storage_begin
+from snapshot.tensors.memory import find_local_tensor, wrap_memory
 
 R = TypeVar("R")
 SPOT = 64

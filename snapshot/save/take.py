@@ -32,7 +32,7 @@ from snapshot.save.step_barrier import PendingCopy
 from snapshot.save.take_options import TakeCall, TakeRequest, find_sink
 from snapshot.save.take_slots import take_slots
 from snapshot.save.writer import PartSink
-from snapshot.state.model_state import find_frozen
+from snapshot.state.changing import find_frozen
 from snapshot.state.stateful import Stateful, check_app_state
 
 if TYPE_CHECKING:
@@ -139,9 +139,9 @@ def _assemble(
     share = collect_rank_share(claim.exchange, session, app_state, options, claim.globs)
     packing = choose_packing(options.compression, session, share.leaves)
     overlapped = background and options.staging == "overlapped" and options.prepare is None and not is_exiting()
-    late = opened.enter_context(LateCopies(claim, share, app_state if overlapped else None))
-    reuse = find_reuse(claim, share, app_state, options)
-    observers = _observe(claim, share, app_state, options)
+    late = opened.enter_context(LateCopies(claim, share, overlapped=overlapped))
+    reuse = find_reuse(claim, share, options)
+    observers = _observe(claim, share, options)
     groups = reuse.groups_with(late.marks)
     plan = plan_writes(share, session, staged=background, groups=groups, expected=options.plan, packing=packing)
     source: PartSource
@@ -171,10 +171,10 @@ def _assemble(
     )
 
 
-def _observe(claim: Claim, share: RankShare, app_state: AppState, options: TakeRequest) -> Observers:
+def _observe(claim: Claim, share: RankShare, options: TakeRequest) -> Observers:
     """Show the state that is taken to the observers."""
     view = TakeView(
-        app_state,
+        share.statefuls,
         share.flat,
         share.leaves,
         share.replicas,
@@ -196,7 +196,7 @@ def plan_take(path: Path, app_state: AppState, pg: ProcessGroup | None, call: Ta
         )
         with session:
             share = collect_rank_share(exchange, session, app_state, options, globs)
-            groups = group_leaves(share, find_frozen(app_state, share.leaves), None)
+            groups = group_leaves(share, find_frozen(share.statefuls, share.leaves), None)
             plan = plan_writes(share, session, staged=False, groups=groups)
         exchange.close()
     return plan

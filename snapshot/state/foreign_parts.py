@@ -6,14 +6,14 @@ are looked at in each take and restore: another library may mark them, or replac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from snapshot import extensions
 from snapshot.errors import SnapshotError
+from snapshot.state.model_state import ModuleMap, walk_modules
 from snapshot.state.sharded import copy_description, describes_parts, mark_parts
 from snapshot.tensors.memory import address_of_tensor
 
@@ -37,11 +37,13 @@ class MarkedNames(NamedTuple):
 _NOTHING = MarkedNames({}, {}, {})
 
 
-def find_marked_names(module: torch.nn.Module) -> MarkedNames:
-    """Return the parameters and buffers with marks of other libraries."""
-    if not any(type(each) not in _PLAIN or each.__dict__ for each in chain(module.parameters(), module.buffers())):
+def find_marked_names(modules: Sequence[tuple[str, torch.nn.Module]]) -> MarkedNames:
+    """Return the parameters and buffers with marks of other libraries, of modules with the prefixes of their names."""
+    held = [(prefix, tensors) for prefix, each in modules for tensors in (each._parameters, each._buffers) if tensors]
+    found = (each for _, tensors in held for each in tensors.values() if each is not None)
+    if not any(type(each) not in _PLAIN or each.__dict__ for each in found):
         return _NOTHING  # without their names, which take longer
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    named = [(prefix + name, each) for prefix, tensors in held for name, each in tensors.items() if each is not None]
     return MarkedNames(
         {name: each for name, each in named if describes_parts(each)},
         {name: each for name, each in named if hasattr(each, "ds_id")},
@@ -54,33 +56,34 @@ def is_split(tensor: torch.Tensor) -> bool:
     return getattr(tensor, _SPLIT, False) is True
 
 
-def read_state(key: str, stateful: Any) -> Any:
-    """Return a state dict. The tensors of parameters that describe parts describe them, too, and so do their moments.
+def read_state(of: ModuleMap) -> Any:
+    """Return the state dict of a stateful.
 
+    The tensors of parameters that describe parts describe them, too, and so do their moments.
     The tensors of modules and optimizers in the attributes of a stateful are found by their memory.
 
     Raise `SnapshotError` for parameters whose elements are elsewhere.
     """
-    return describe_state(key, stateful, stateful.state_dict())
+    return describe_state(of, of.stateful.state_dict())
 
 
-def describe_state(key: str, stateful: Any, state: Any) -> Any:
+def describe_state(of: ModuleMap, state: Any) -> Any:
     """As `read_state`, for a state dict that was read in another way."""
     if not isinstance(state, Mapping):
         return state
-    if isinstance(stateful, torch.nn.Module):
-        _describe_parameters(key, stateful, state)
-    elif isinstance(stateful, torch.optim.Optimizer):
-        _describe_moments(stateful, state)
+    if isinstance(of.stateful, torch.nn.Module):
+        _describe_parameters(of, state)
+    elif isinstance(of.stateful, torch.optim.Optimizer):
+        _describe_moments(of.stateful, state)
     else:
-        _describe_attributes(key, stateful, state)
+        _describe_attributes(of.key, of.stateful, state)
     return state
 
 
-def _describe_parameters(key: str, module: torch.nn.Module, state: Any) -> None:
-    marked = find_marked_names(module)
+def _describe_parameters(of: ModuleMap, state: Any) -> None:
+    marked = find_marked_names(of.modules)
     if marked.empty:
-        refuse_empty((f"{key}/{name}", each) for name, each in marked.empty.items())
+        refuse_empty((f"{of.key}/{name}", each) for name, each in marked.empty.items())
     for name, each in marked.described.items():
         held = state.get(name)
         if not isinstance(held, torch.Tensor) or describes_parts(held):
@@ -92,7 +95,8 @@ def _describe_parameters(key: str, module: torch.nn.Module, state: Any) -> None:
 def _describe_attributes(key: str, stateful: Any, state: Any) -> None:
     """Mark the tensors of a state dict that are those of marked parameters, or of their moments."""
     attributes = _list_attributes(stateful)
-    found = [find_marked_names(each) for each in attributes if isinstance(each, torch.nn.Module)]
+    models = (each for each in attributes if isinstance(each, torch.nn.Module))
+    found = [find_marked_names(list(walk_modules(each, unwrapped=False))) for each in models]
     if not any(map(any, found)):
         return
     marked = [each for names in found for each in (*names.described.values(), *names.split.values())]

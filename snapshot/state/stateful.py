@@ -13,6 +13,7 @@ from snapshot.manifest.entries import DictEntry
 from snapshot.manifest.paths import decode_key, encode_component
 from snapshot.state.flatten import MISSING, collect_leaves
 from snapshot.state.foreign_parts import read_state
+from snapshot.state.model_state import ModuleMap
 from snapshot.state.rng import RNGState
 
 
@@ -122,7 +123,7 @@ class RestoreAdapter:
 
     def read_state(self) -> Any:
         """Return the current state of the stateful."""
-        return read_state(self.key, self.stateful)
+        return read_state(ModuleMap(self.key, self.stateful))
 
     def find_mismatches(self, entries: Mapping[str, Any]) -> list[str]:
         """Return the reasons, known only to the stateful, why it cannot take this state."""

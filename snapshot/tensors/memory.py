@@ -7,7 +7,7 @@ import errno
 import math
 import os
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -101,12 +101,17 @@ def detach_view(data: memoryview) -> memoryview:
     return whole[begin : begin + len(data)]
 
 
+def find_local_tensor(tensor: Any) -> Any:
+    """Return the local tensor of a `DTensor`, or the tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 def address_of_tensor(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's memory, or a unique number for a tensor without memory.
 
     For a sharded tensor it is this rank's part, and for a wrapped one its first inner tensor.
     """
-    local = getattr(tensor, "_local_tensor", tensor)
+    local = find_local_tensor(tensor)
     while is_traceable_wrapper_subclass(local):
         local = getattr(local, local.__tensor_flatten__()[0][0])
     try:

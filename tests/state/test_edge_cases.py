@@ -10,8 +10,9 @@ import torch
 from snapshot import CorruptSnapshotError, RestoreError, RNGState, Snapshot, SnapshotError, StateDict, TakeOptions
 from snapshot.manifest.entries import TensorEntry
 from snapshot.state import flatten_cache, leaves
+from snapshot.state.changing import OverlapEligible, count_changes
 from snapshot.state.flatten import Flattened
-from snapshot.state.model_state import ModelState, OverlapEligible, count_changes
+from snapshot.state.model_state import ModelState, map_modules
 from snapshot.state.sharded import LocalPiece, Shards
 from snapshot.tensors import composite, geometry
 from snapshot.tensors.geometry import Box, boxes_overlap
@@ -392,12 +393,12 @@ def test_overlap_knows_the_parameters_that_optimizers_step_by_their_paths():
     net, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     net.bias.requires_grad_(False)
     optimizer = torch.optim.SGD([*net.parameters()])
-    plain = OverlapEligible({"n/t": net, "other": other, "optim": optimizer})
+    plain = OverlapEligible(map_modules({"n/t": net, "other": other, "optim": optimizer}))
     assert {path: id(each) for path, each in plain._parameters.items()} == {"n%2Ft/weight": id(net.weight)}
     assert plain.optimizers == [optimizer]
-    named = OverlapEligible({"m": ModelState(net, optimizer), "other": other})
+    named = OverlapEligible(map_modules({"m": ModelState(net, optimizer), "other": other}))
     assert {path: id(each) for path, each in named._parameters.items()} == {"m/model/weight": id(net.weight)}
-    assert not OverlapEligible({"net": net})
+    assert not OverlapEligible(map_modules({"net": net}))
 
 
 def test_overlap_watches_no_local_tensor_with_gaps():
@@ -407,6 +408,6 @@ def test_overlap_watches_no_local_tensor_with_gaps():
     dense, strided = torch.zeros(2, 2), torch.zeros(2, 2)
     dense._local_tensor, strided._local_tensor = torch.zeros(2, 2), torch.zeros(2, 2).t()
     optimizer.state[net.weight] = {"first": dense, "second": strided}
-    found = OverlapEligible({"net": net, "optim": optimizer})
+    found = OverlapEligible(map_modules({"net": net, "optim": optimizer}))
     assert list(map(id, found._changing)) == [id(strided._local_tensor)]
     assert [*map(id, found._wrappers.values())] == [id(dense), id(strided)]
