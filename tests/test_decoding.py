@@ -19,13 +19,13 @@ from snapshot.manifest import document
 from snapshot.manifest.document import decode_head
 from snapshot.transform import verify
 from snapshot_publish import Publisher
-from snapshot_publish.store import Claim, decode_index
+from snapshot_publish.store import ClaimFile, decode_index
 from snapshot_publish.subscriber import Marker
 
 # One function for each format
 
 
-@given(data=st.binary(max_size=40), kind=st.sampled_from([dict[str, int], list[str], Claim, Marker]))
+@given(data=st.binary(max_size=40), kind=st.sampled_from([dict[str, int], list[str], ClaimFile, Marker]))
 def test_decode_json_and_msgpack_of_any_bytes_raise_one_error(data, kind):
     for decode in (decode_json, decode_msgpack):
         with contextlib.suppress(CorruptSnapshotError):
@@ -53,7 +53,10 @@ def test_decode_json_of_python_accepts_infinity():
 FILES = {
     "index": (lambda data: decode_index(data, 1, "here"), None),
     "marker": (lambda data: decode_json(data, Marker, "here"), None),
-    "claim": (lambda data: decode_json(data, Claim, "here"), msgspec.json.encode(Claim("é publisher", "attempt"))),
+    "claim": (
+        lambda data: decode_json(data, ClaimFile, "here"),
+        msgspec.json.encode(ClaimFile("é publisher", "attempt")),
+    ),
     "manifest": (lambda data: document.decode_document(data, "here"), None),
     "head": (lambda data: decode_head(data, "here"), None),
 }

@@ -181,7 +181,7 @@ LONGEST_CHAIN = 10_000
 """The maximum number of deltas that a reader follows, and a publisher writes after a full version."""
 
 
-class Claim(msgspec.Struct):
+class ClaimFile(msgspec.Struct):
     """The content of the file that reserves a number."""
 
     publisher: str
@@ -263,7 +263,7 @@ class VersionStore:
         """Reserve the next number, and return it."""
         numbers = await self.numbers()
         number = numbers[-1] + 1 if numbers else 1
-        data = msgspec.json.encode(Claim(publisher, attempt))
+        data = msgspec.json.encode(ClaimFile(publisher, attempt))
         condition = ABSENT if self.storage.capabilities.conditional_put else ANYTHING
         while number <= LAST:
             path = f"{version_name(number)}/{CLAIM}"
@@ -365,7 +365,7 @@ class VersionStore:
         names = await self.storage.list(f"{folder}/")
         try:
             data = await self.storage.get(f"{folder}/{CLAIM}", limit=10_000)
-            claim: Claim = decode_json(data, Claim, CLAIM)
+            claim: ClaimFile = decode_json(data, ClaimFile, CLAIM)
             if claim.publisher == publisher and number < newest:
                 return True
         except (StorageNotFoundError, CorruptSnapshotError):

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from snapshot.errors import CorruptSnapshotError, SnapshotError
-from snapshot.manifest import document as d
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import (
     NEWEST_FORMAT,
@@ -29,7 +28,7 @@ from snapshot.manifest.parts import ManifestPart
 from snapshot.plan.consensus import digest_layout, sum_digests
 from snapshot.plan.layout import Extent, place_box
 from snapshot.save.compression import PackedResult
-from snapshot.save.rank_share import RankShare
+from snapshot.save.rank_share import Share
 from snapshot.save.reuse import NO_REUSE, Reuse
 from snapshot.save.writer import WrittenFile
 from snapshot.state.leaves import Blob, Leaf
@@ -78,7 +77,7 @@ class _Binary:
 
 
 def build_entries(
-    share: RankShare,
+    share: Share,
     written: Sequence[WrittenFile],
     binary_path: str,
     *,
@@ -138,18 +137,16 @@ def build_entries(
         files |= omitted.files
     if binary.chunks:
         files[binary.location] = FileEntry(binary.size)
-    cut = share.replication.cut or (share.alone and share.world == 1 and len(entries) > d.IN_ONE)
-    structure = share.replication.structure or structure
     return RankManifest(
         own,
         shared,
         files,
         binary.chunks,
-        structure,
+        share.structure or structure,
         metadata,
         share.world,
-        cut,
-        share.replication.paths,
+        share.cut,
+        share.replicated,
         omitted.base if omitted is not None else None,
     )
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from snapshot.distributed.exchange import beside_loop
-from snapshot.distributed.known_replication import remember_replication
 from snapshot.events import emit
 from snapshot.io.aio import in_thread, shielded
 from snapshot.io.budget import MemoryBudget
@@ -41,7 +40,7 @@ from snapshot.save.commit import (
 from snapshot.save.compression import Packing, layout_of_leaves, longest_file, note_speed
 from snapshot.save.describe import RankManifest, build_entries, describe_alone, encode_for_leader, shard_checksums
 from snapshot.save.observers import Observers
-from snapshot.save.rank_share import RankShare
+from snapshot.save.rank_share import Share
 from snapshot.save.reuse import NO_REUSE, Reuse, remember_unchanged
 from snapshot.save.staging import PartSource
 from snapshot.save.step_barrier import PendingCopy
@@ -59,7 +58,7 @@ _plans = PerProcess(PlanCache)
 
 
 def plan_writes(
-    share: RankShare,
+    share: Share,
     session: Session,
     *,
     staged: bool,
@@ -113,7 +112,7 @@ class Take:
     def __init__(
         self,
         claim: Claim,
-        share: RankShare,
+        share: Share,
         plan: SavePlan,
         *,
         source: PartSource,
@@ -155,7 +154,7 @@ class Take:
         self._meter.begin(plan.total_bytes)
         self.emit("start", bytes=plan.total_bytes)
 
-    def _packing(self, memory: MemoryBudget, share: RankShare) -> Packing:
+    def _packing(self, memory: MemoryBudget, share: Share) -> Packing:
         return Packing(memory, layout_of_leaves(share.leaves), self.session.settings.lane_count())
 
     @property
@@ -224,9 +223,7 @@ class Take:
                     self.committed_bytes = committed.nbytes
                     self._observers.keep(committed.observers)
                     self._observers.committed()
-                    remember_replication(
-                        self._exchange.ranks, self._share.replication.own, self._share.replication.known_plan()
-                    )
+                    self._share.committed()
                 except BaseException as error:  # before the other ranks get the error, and files are deleted
                     self._source.stop(error)
                     raise

@@ -13,14 +13,23 @@ from typing import Any
 from msgspec.structs import replace
 
 from snapshot.distributed.exchange import Exchange
+from snapshot.distributed.known_replication import KnownReplication, remember_replication
 from snapshot.io.session import Session
+from snapshot.manifest import document
 from snapshot.manifest import entries as e
 from snapshot.manifest.parts import NumberedEntries
 from snapshot.manifest.values import Scalar
 from snapshot.plan.layout import Assignment, PartitionItem, partition_items
 from snapshot.save.collect import collect_state
 from snapshot.save.leaf_digests import digest_leaves
-from snapshot.save.replication import Replication, ReplicationRules, agree_on_replicas, check_replicas, holders_of
+from snapshot.save.replication import (
+    NOT_REPLICATED,
+    Replication,
+    ReplicationRules,
+    agree_on_replicas,
+    check_replicas,
+    holders_of,
+)
 from snapshot.save.take_options import TakeRequest
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob, Leaf, hold_memory
@@ -33,43 +42,85 @@ FEW, SHORT = 64, 64 << 10
 _nbytes = attrgetter("nbytes")
 
 
-class RankShare:
-    """The leaves and entries that this rank writes."""
+class Share:
+    """What one rank writes: leaves, objects, and the entries that describe them. By default, all of a state."""
+
+    def __init__(self, flat: Flattened, *, world: int) -> None:
+        """`world`: the number of ranks that the snapshot is for."""
+        self.world = world
+        self.flat = flat
+        self.leaves: list[Leaf] = list(flat.leaves)
+        self.blobs: list[Blob] = list(flat.blobs)
+        self.loads = [self.nbytes]
+        """Bytes that each rank writes."""
+        self.structure = ""
+        """A digest of all ranks' structures; empty if they have none in common."""
+        self.replicated: frozenset[str] = frozenset()
+        """Paths of the entries that all ranks have."""
+
+    @property
+    def cut(self) -> bool:
+        """True if the entries of each rank are in a file of their own, since they are many."""
+        return self.world == 1 and len(self.flat.entries) > document.IN_ONE
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the leaves."""
+        return sum(map(_nbytes, self.leaves))
+
+    @property
+    def is_small(self) -> bool:
+        """True if all entries are computed in less time than another thread needs to begin."""
+        return len(self.flat.entries) <= FEW and sum(len(blob.data) for blob in self.blobs) <= SHORT
+
+    def take_leaves(self) -> list[Leaf]:
+        """Return the leaves, once: this object does not refer to them afterwards."""
+        leaves = self.leaves
+        self.leaves, self.flat.leaves, self.flat.seen, self.flat.memory = [], [], {}, []
+        return leaves
+
+    def entries(self, written: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        """Return this rank's manifest entries: its own and sharded ones, and the replicated ones.
+
+        `written`: all entries of the state by path; None for one that another rank writes.
+        """
+        return NumberedEntries(0, written), {}
+
+    def committed(self) -> None:
+        """See that the snapshot is committed."""
+
+
+class RankShare(Share):
+    """The share of a rank of an application, whose ranks agreed on who writes what several of them have."""
 
     def __init__(
-        self, exchange: Exchange, flat: Flattened, replication: Replication, statefuls: Sequence[ModuleMap] = ()
+        self,
+        exchange: Exchange,
+        flat: Flattened,
+        replication: Replication = NOT_REPLICATED,
+        statefuls: Sequence[ModuleMap] = (),
     ) -> None:
+        super().__init__(flat, world=exchange.world)
         self._exchange = exchange
-        self.world = exchange.world
-        self.flat = flat
-        self.replication = replication
+        self._replication = replication
         self.statefuls = statefuls
         """The objects of the app state, with their modules and optimizers."""
-        self.leaves: list[Leaf] = []
-        self.loads = list(replication.loads)
-        """Bytes that each rank writes."""
-        self._choose_plain()
+        self.structure, self.replicated = replication.structure, replication.paths
+        if not exchange.alone:
+            self.leaves, self.loads = [], list(replication.loads)
+            self._choose_plain()
         self._meshes: dict[int, tuple[Any, Any]] = {}
         for path, shards in flat.shards.items():
             self._header(path, shards)
         self._choose_pieces()
-        known = len(flat.leaves) if self._exchange.alone else 0
+        known = len(flat.leaves) if exchange.alone else 0
         flat.memory = hold_memory(flat.leaves) + hold_memory(self.leaves[known:])
-        writes_shared = exchange.rank == 0
-        self.blobs: list[Blob] = [blob for blob in flat.blobs if writes_shared or blob.path not in replication.paths]
-
-    @property
-    def alone(self) -> bool:
-        """True if no other rank writes."""
-        return self._exchange.alone
+        if exchange.rank != 0:
+            self.blobs = [blob for blob in flat.blobs if blob.path not in replication.paths]
 
     def _choose_plain(self) -> None:
         """Choose the leaves of this rank alone, and its share of the replicated ones."""
-        flat, paths = self.flat, self.replication.paths
-        if self._exchange.alone:
-            self.leaves = list(flat.leaves)
-            self.loads = [self.nbytes]
-            return
+        flat, paths = self.flat, self.replicated
         common: dict[str, list[Leaf]] = {}
         by_path = {leaf.path: leaf for leaf in flat.leaves}
         for leaf in flat.leaves:
@@ -87,7 +138,7 @@ class RankShare:
                     common[path] = [again]
                 else:
                     self.leaves.append(again)
-        for path in self.replication.from_leader & common.keys():
+        for path in self._replication.from_leader & common.keys():
             group = common.pop(path)
             self.loads[0] += sum(leaf.nbytes for leaf in group)
             self.leaves += group if self._exchange.rank == 0 else []
@@ -120,7 +171,7 @@ class RankShare:
             for number, piece in enumerate(self.flat.shards[path].pieces):
                 if (
                     not piece.replica
-                    and (path, number) not in self.replication.written_elsewhere
+                    and (path, number) not in self._replication.written_elsewhere
                     and path not in self.flat.ties
                 ):
                     groups.setdefault(holders_of(self._exchange, piece), []).append((path, piece))
@@ -151,34 +202,27 @@ class RankShare:
         return mesh if self._exchange.alone else self._exchange.ranks.number(mesh)
 
     @property
+    def cut(self) -> bool:
+        return self._replication.cut or (self._exchange.alone and super().cut)
+
+    @property
     def replicas(self) -> frozenset[str]:
         """The paths of values that should be equal on all ranks."""
-        known = self.replication
+        known = self._replication
         return frozenset() if self._exchange.alone else known.paths - known.from_leader
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that this rank writes."""
-        return sum(map(_nbytes, self.leaves))
-
-    @property
-    def is_small(self) -> bool:
-        """True if all entries are computed in less time than another thread needs to begin."""
-        return len(self.flat.entries) <= FEW and sum(len(blob.data) for blob in self.blobs) <= SHORT
-
-    def take_leaves(self) -> list[Leaf]:
-        """Return the leaves, once: this object does not refer to them afterwards."""
-        leaves = self.leaves
-        self.leaves, self.flat.leaves, self.flat.seen, self.flat.memory = [], [], {}, []
-        return leaves
+    def committed(self) -> None:
+        """Remember what is replicated, for the next take of the same structure."""
+        known = self._replication
+        plan = KnownReplication(known.structure, known.paths, known.written_elsewhere)
+        remember_replication(self._exchange.ranks, known.own, plan)
 
     # The manifest
 
     def entries(self, written: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
-        """Return this rank's manifest entries: its own and sharded ones, and the replicated ones."""
-        rank, paths, shards = self._exchange.rank, self.replication.paths, self.flat.shards
+        rank, paths, shards = self._exchange.rank, self.replicated, self.flat.shards
         if self._exchange.alone and not shards and not paths:
-            return NumberedEntries(0, written), {}
+            return super().entries(written)
         own: dict[str, Any] = {}
         common: dict[str, Any] = {}
         for path, made in written.items():

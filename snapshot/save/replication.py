@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from snapshot.distributed.exchange import Exchange
 from snapshot.distributed.group import Ranks
-from snapshot.distributed.known_replication import KnownReplication, replication_memory
+from snapshot.distributed.known_replication import replication_memory
 from snapshot.errors import SnapshotError
 from snapshot.events import log, warn
 from snapshot.io.system import PerProcess
@@ -199,9 +199,9 @@ class Replication:
     own: str = ""
     """This rank's own structure."""
 
-    def known_plan(self) -> KnownReplication:
-        """Return the plan that the next take of the same structure can reuse."""
-        return KnownReplication(self.structure, self.paths, self.written_elsewhere)
+
+NOT_REPLICATED = Replication("", frozenset(), ())
+"""That of a rank whose values no other rank has."""
 
 
 @dataclass

@@ -44,7 +44,7 @@ from snapshot.save.base_files import (
 )
 from snapshot.save.begin import Claim
 from snapshot.save.compression import PackedResult
-from snapshot.save.rank_share import RankShare
+from snapshot.save.rank_share import RankShare, Share
 from snapshot.save.staging import Stager
 from snapshot.save.take_options import TakeRequest, find_keys
 from snapshot.save.transaction import committed_save_id
@@ -149,7 +149,7 @@ def group_leaves(share: RankShare, frozen: bytes, newest: str | None) -> bytes:
     return marks if stable >= WORTH_SHARING else b""
 
 
-def remember_unchanged(save_id: str, share: RankShare, reuse: Reuse, written: Sequence[WrittenFile]) -> None:
+def remember_unchanged(save_id: str, share: Share, reuse: Reuse, written: Sequence[WrittenFile]) -> None:
     """Remember which leaves are equal in the base, for the layout of the next take."""
     if not reuse.newest:
         return

@@ -38,8 +38,7 @@ from snapshot.reports import ConvertReport
 from snapshot.save.begin import claimed
 from snapshot.save.compression import choose_packing, expect_compression, usual_budget
 from snapshot.save.planned_take import AtCommit, Take, plan_writes
-from snapshot.save.rank_share import RankShare, item_of, size_of
-from snapshot.save.replication import Replication
+from snapshot.save.rank_share import Share, item_of, size_of
 from snapshot.settings import expect_positive
 from snapshot.state import leaves
 from snapshot.state.flatten import Flattened
@@ -357,13 +356,13 @@ def expand_chosen_trees(opened: Opened, choice: Selection) -> None:
         expand_trees(opened, opened.document.manifest)
 
 
-class RecordedShare(RankShare):
-    """The entries of a checkpoint, in the form of a rank's flattened state. Several ranks share the leaves."""
+class RecordedShare(Share):
+    """The share of a rank that converts a checkpoint. Several ranks share the leaves."""
 
     def __init__(self, exchange: Exchange, recording: Recording, world: int) -> None:
-        super().__init__(exchange, recording.flat, Replication("", frozenset(), (0,)))
-        self.world = world
-        self._replicated = recording.replicated
+        super().__init__(recording.flat, world=world)
+        self._exchange = exchange
+        self._recorded = recording.replicated
         self.origins = recording.origins
         """For each leaf the source of its bytes."""
         self._elsewhere: set[str] = set()
@@ -394,15 +393,19 @@ class RecordedShare(RankShare):
         self._here = {leaf.entry for leaf in self.leaves}
         self._elsewhere = groups.keys() - self._here
 
+    @property
+    def cut(self) -> bool:
+        return self._exchange.alone and super().cut
+
     def entries(self, written: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the entries, which are already under their ranks. The leader has all those without tensors."""
         own = {}
         leads, ties = self._exchange.rank == LEADER, self.flat.ties
         for path, entry in written.items():
             name = ties.get(path, path)
-            if not self.alone and (name in self._elsewhere or not (leads or name in self._here)):
+            if not self._exchange.alone and (name in self._elsewhere or not (leads or name in self._here)):
                 continue
-            shared = path in self._replicated and not getattr(entry, "replicated", True)
+            shared = path in self._recorded and not getattr(entry, "replicated", True)
             own[path] = msgspec.structs.replace(entry, replicated=True) if shared else entry
         return own, {}
 

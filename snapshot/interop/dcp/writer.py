@@ -48,7 +48,6 @@ from snapshot.save.collect import report_pickles
 from snapshot.save.describe import RankManifest, build_entries
 from snapshot.save.planned_take import plan_writes
 from snapshot.save.rank_share import RankShare
-from snapshot.save.replication import Replication
 from snapshot.save.staging import Stager
 from snapshot.save.transaction import Transaction, claim_path, delete_save, time_limit
 from snapshot.save.writer import Writer, write_small
@@ -235,7 +234,7 @@ class _Round:
     async def write(self, session: Session, save_id: str, rank: int, number: int) -> _Written:
         """Write the data files, numbered from `number` on."""
         self._tie_shards()
-        share = RankShare(solo_exchange(VERB), self.flat, _NOTHING_SHARED)
+        share = RankShare(solo_exchange(VERB), self.flat)
         plan = plan_writes(share, session, staged=False)
         last = number + len(plan.files)
         locations = [name_data_file(save_id, rank, n, "safetensors") for n in range(number, last)]
@@ -282,9 +281,6 @@ class _Round:
             if above:
                 found[holders[above] + path[len(above) :]] = made[path]
         return found
-
-
-_NOTHING_SHARED = Replication("", frozenset(), ())
 
 
 def _holder(holders: dict[Keys, dict[str, Any]], keys: Keys) -> dict[str, Any]:
