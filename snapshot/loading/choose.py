@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from snapshot.distributed.exchange import Exchange
@@ -20,9 +21,10 @@ from snapshot.manifest.paths import encode_component
 from snapshot.manifest.rank_view import RankView, group_by_key, suggest_names
 from snapshot.plan.names import find_unmatched, matcher
 from snapshot.reports import RestoreIssues
-from snapshot.state.adapters import find_adapter
+from snapshot.state.adapters import find_adapter, make_adapter
 from snapshot.state.flatten import ChosenState
 from snapshot.state.rng import RNGState
+from snapshot.state.stateful import RestoreAdapter
 from snapshot.text import counted
 
 # Results of selection and matching, as values that are passed between the steps.
@@ -80,10 +82,24 @@ class Matched:
 # Nothing is compared with the application's tensors here.
 
 
-def in_restore_order(app_state: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the statefuls in restore order: by key, the RNG state last."""
+class Receiver:
+    """An object of the application that may receive a state."""
+
+    def __init__(self, key: str, stateful: Any) -> None:
+        """`key`: as it is in paths."""
+        self.key = key
+        self.stateful = stateful
+
+    @cached_property
+    def adapter(self) -> RestoreAdapter:
+        """The way its state is handed back, which is made with its current state when it is needed."""
+        return make_adapter(self.key, self.stateful)
+
+
+def find_receivers(app_state: Mapping[str, Any]) -> list[Receiver]:
+    """Return the objects of an application in restore order: by key, the RNG state last."""
     items = sorted(app_state.items(), key=lambda item: (isinstance(item[1], RNGState), item[0]))
-    return [(encode_component(key), stateful) for key, stateful in items]
+    return [Receiver(encode_component(key), stateful) for key, stateful in items]
 
 
 class Chooser:
@@ -104,7 +120,7 @@ class Chooser:
         """Return True if a path is requested."""
         return self._selected(path) and not self._excluded(path)
 
-    def choose(self, view: RankView, app_state: Mapping[str, Any], done: Collection[str]) -> ChosenEntries:
+    def choose(self, view: RankView, receivers: Sequence[Receiver], done: Collection[str]) -> ChosenEntries:
         """Return the requested entries of each key. Keys without any are left unchanged.
 
         `done`: keys of the application that need no entries.
@@ -114,8 +130,11 @@ class Chooser:
         notes = self._notes
         self._check_globs(grouped, view)
         wanted = self._chosen.grouped
-        for key, stateful in in_restore_order(app_state):
-            if isinstance(stateful, RNGState) and self._exchange.rank >= self._document.world_size:
+        for each in receivers:
+            key = each.key
+            if key in done:
+                continue
+            if isinstance(each.stateful, RNGState) and self._exchange.rank >= self._document.world_size:
                 notes.add("skipped", key, "this rank did not exist when the snapshot was taken")
                 continue
             entries = self._entries(key, grouped, view)
@@ -130,13 +149,13 @@ class Chooser:
                     continue
                 if not self._shared_alone(key, entries, view):
                     continue
-            expand_objects(self._opened, entries, self.wanted, find_adapter(stateful))
+            expand_objects(self._opened, entries, self.wanted, find_adapter(each.stateful))
             check_tree(key, entries)
             if not self._filtered or self._choose(key, entries, view):
                 wanted[key] = entries
         if self._exchange.rank == 0:
             self._note_gone(view, wanted)
-        self._note_unused(view, grouped, {*map(encode_component, app_state), *done})
+        self._note_unused(view, grouped, {each.key for each in receivers})
         return self._chosen
 
     def _note_unused(self, view: RankView, grouped: Mapping[str, Mapping[str, Any]], known: Collection[str]) -> None:

@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from snapshot.errors import RestoreError, SnapshotError
 from snapshot.loading.choose import ChosenEntries, Matched
-from snapshot.loading.live import Binding, Twin, find_tied, is_writable
+from snapshot.loading.live import Binding, Twin, find_other_owner, find_tied, is_writable
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.loading.restore_options import CASTS, RestoreOptions
 from snapshot.manifest import entries as e
@@ -23,7 +23,7 @@ from snapshot.reports import RestoreIssues
 from snapshot.saved import class_name
 from snapshot.state import leaves
 from snapshot.state.flatten import MISSING, ChosenState
-from snapshot.state.optimizers import StateOfParameters
+from snapshot.state.optimizers import OptimizerAdapter, StateOfParameters
 from snapshot.state.sharded import Shards, allocate_like, describes_parts, find_shards
 from snapshot.state.stateful import ModuleAdapter, RestoreAdapter, find_names_beneath
 from snapshot.tensors.memory import BY_NAME, address_of_tensor
@@ -34,12 +34,12 @@ from snapshot.tensors.memory import BY_NAME, address_of_tensor
 class LeafMatcher:
     """Finds the place of single leaves."""
 
-    def __init__(self, options: RestoreOptions, issues: RestoreIssues, matched: Matched, reads: ReadPlan) -> None:
-        self._options = options
-        self._casts = CASTS[options.cast]
-        self._notes = issues
+    def __init__(self, of: Matching, matched: Matched) -> None:
+        self._options = of.options
+        self._casts = CASTS[of.options.cast]
+        self._notes = of.issues
         self.matched = matched
-        self._reads = reads
+        self._reads = of.reads
 
     def match_tensor(self, adapter: RestoreAdapter, path: str, entry: e.AnyTensor, held: torch.Tensor) -> None:
         """Match a saved tensor with a live one: filled in place, cast, replaced, or an error."""
@@ -226,13 +226,17 @@ def _array_fits(held: Any, entry: e.NDArrayEntry, path: str) -> bool:
 # This reads no data and writes no live tensor.
 
 
-class Surroundings(NamedTuple):
-    """What is known of the snapshot and the application besides the entries that are matched."""
+class Matching(NamedTuple):
+    """What is matched: the requested entries of a snapshot, the application's values, and what is known of others."""
 
+    options: RestoreOptions
+    adapters: Mapping[str, RestoreAdapter]
+    chosen: ChosenEntries
+    view: RankView
+    reads: ReadPlan
+    issues: RestoreIssues
     wanted: Callable[[str], bool]
     """Returns True if a path is requested."""
-    beside: Callable[[Any], bool]
-    """Returns True if a stateful other than the optimizer restores a live tensor."""
     holders: Callable[[str], list[int]]
     """Returns the other ranks that had their own entry at a path."""
     several: bool
@@ -241,31 +245,34 @@ class Surroundings(NamedTuple):
     """True if the snapshot has no entries of single ranks."""
 
 
+def match_all(of: Matching) -> Matched:
+    """Find the place of each requested entry. The entries of statefuls that are left unchanged are dropped."""
+    matcher, grouped = Matcher(of), of.chosen.grouped
+    optimizers_last = sorted(grouped, key=lambda key: isinstance(of.adapters[key], OptimizerAdapter))
+    for key in optimizers_last:
+        if not matcher.add(of.adapters[key], grouped[key]):
+            del grouped[key]
+    return matcher.matched
+
+
 class Matcher:
     """Finds the place of each entry in the application."""
 
-    def __init__(
-        self,
-        options: RestoreOptions,
-        chosen: ChosenEntries,
-        view: RankView,
-        reads: ReadPlan,
-        *,
-        issues: RestoreIssues,
-        around: Surroundings,
-    ) -> None:
-        self._options = options
-        self._strict = options.strict
-        self._wanted, self._beside, self._holders = around.wanted, around.beside, around.holders
-        self._elsewhere = view.elsewhere
+    def __init__(self, of: Matching) -> None:
+        self._options = of.options
+        self._strict = of.options.strict
+        self._wanted, self._holders = of.wanted, of.holders
+        self._beside = find_other_owner(of.adapters, of.chosen.grouped, of.chosen.skipped)
+        self._elsewhere = of.view.elsewhere
         """Entries of other ranks that this rank may use by name."""
-        self._withheld = view.withheld
-        self._several, self._every = around.several, around.every
-        self._notes = issues
+        self._withheld = of.view.withheld
+        self._several, self._every = of.several, of.every
+        self._notes = of.issues
+        chosen = of.chosen
         self.matched = Matched(lacking=chosen.lacking, states=dict(chosen.states), skipped=set(chosen.skipped))
         """The result, once all keys were added."""
-        self._reads = reads
-        self._leaves = LeafMatcher(options, issues, self.matched, reads)
+        self._reads = of.reads
+        self._leaves = LeafMatcher(of, self.matched)
 
     def add(self, adapter: RestoreAdapter, entries: dict[str, Any]) -> bool:
         """Match the entries of one stateful. Return False if all of it is left unchanged."""

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from snapshot.errors import RestoreError
 from snapshot.formats.foreign import find_root, narrow_root
+from snapshot.loading.choose import Receiver
 from snapshot.manifest.containers import Container, DictEntry, ListEntry
 from snapshot.manifest.document import Document
 from snapshot.manifest.paths import decode_component, encode_component
@@ -18,7 +19,7 @@ from snapshot.manifest.rank_view import RankView, group_by_key, remove_entry, re
 from snapshot.manifest.values import Entry, IntEntry, StrEntry, make_scalar_entry
 from snapshot.plan.names import OWN, Change, Rename, compile_rename, match_names
 from snapshot.reports import RestoreIssues
-from snapshot.state.adapters import ModelStateAdapter, find_adapter, make_adapter
+from snapshot.state.adapters import ModelStateAdapter, find_adapter
 from snapshot.state.model_state import ModelState
 from snapshot.state.optimizers import SavedOptimizer
 from snapshot.state.stateful import ModuleAdapter, RestoreAdapter, find_names_beneath
@@ -112,20 +113,20 @@ def _name_optimizer(view: RankView, adapter: ModelStateAdapter, notes: RestoreIs
 # applied. Then wrappers of models are matched.
 
 
-def below_only_key(document: Document, view: RankView, app_state: Mapping[str, Any]) -> RankView:
+def below_only_key(document: Document, view: RankView, receivers: Sequence[Receiver]) -> RankView:
     """Put a checkpoint without statefuls below the key of the application's only stateful.
 
     Names beside those of a `ModelState` remain keys of their own, which the application does not have.
     """
-    if find_root(document) is None or len(app_state) != 1:
+    if find_root(document) is None or len(receivers) != 1:
         return view
-    key = encode_component(*app_state)
+    [only] = receivers
+    key = only.key
     grouped = group_by_key(view.entries)
     if key in grouped:
         return view
-    [stateful] = app_state.values()
     parts = {"model", "optim"}
-    heads = parts if isinstance(stateful, ModelState) and parts <= grouped.keys() else grouped.keys()
+    heads = parts if isinstance(only.stateful, ModelState) and parts <= grouped.keys() else grouped.keys()
     moved = [name for name in grouped if name in heads]
 
     def change(entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,18 +136,18 @@ def below_only_key(document: Document, view: RankView, app_state: Mapping[str, A
     return changed(view, entries=entries, elsewhere=change(view.elsewhere), withheld=change(view.withheld))
 
 
-def follow_rename(view: RankView, rename: Rename, app_state: Mapping[str, Any]) -> RankView:
+def follow_rename(view: RankView, rename: Rename, receivers: Sequence[Receiver]) -> RankView:
     """Return a view under the names that the user gave.
 
     In a `ModelState`, a model's new names apply to its optimizer, too.
     """
     known = {**view.elsewhere, **view.entries}
     change, unmatched = compile_rename(rename, known)
-    wrong = _wrong_names(known, change, {encode_component(key) for key in app_state})
+    wrong = _wrong_names(known, change, {each.key for each in receivers})
     if wrong:
         raise RestoreError(f"rename does not fit the application, and nothing was touched:{listed(wrong, 10)}", wrong)
     inner: dict[str, tuple[Change, dict[str, str]]] = {}
-    for key in [encode_component(key) for key, stateful in app_state.items() if isinstance(stateful, ModelState)]:
+    for key in [each.key for each in receivers if isinstance(each.stateful, ModelState)]:
         names: dict[str, str] = {}
         for old in known:
             new = change(old)
@@ -203,25 +204,19 @@ def _third_component(path: str) -> str:
 
 
 def match_wrappers(
-    view: RankView,
-    ordered: Sequence[tuple[str, Any]],
-    adapters: dict[str, RestoreAdapter],
-    notes: RestoreIssues,
-    asked: Callable[[str], bool],
+    view: RankView, receivers: Sequence[Receiver], notes: RestoreIssues, asked: Callable[[str], bool]
 ) -> RankView:
     """Return a view in which models have the application's names, if only wrappers make the difference.
 
-    Adds the models' adapters to `adapters`, since their names are needed. `asked` returns True for restored keys.
+    `asked` returns True for restored keys.
     """
     saved = {path.partition("/")[0] for path in (*view.entries, *view.elsewhere)}
-    for key, stateful in ordered:
-        below = find_adapter(stateful).models
-        if below is None or key not in saved or not asked(key):
+    for each in receivers:
+        below = find_adapter(each.stateful).models
+        if below is None or each.key not in saved or not asked(each.key):
             continue
-        if key not in adapters:
-            adapters[key] = make_adapter(key, stateful)
-        view = _match_model(view, adapters[key], f"{key}{below}", notes)
-        adapter = adapters[key]
+        adapter = each.adapter
+        view = _match_model(view, adapter, f"{each.key}{below}", notes)
         if isinstance(adapter, ModelStateAdapter) and _is_flat(view.entries.get(adapter.base)):
             view = _nest_optimizer(view, adapter.base)
             adapter.forget_groups()

@@ -12,7 +12,7 @@ from snapshot.errors import CorruptSnapshotError, SnapshotError, noting
 from snapshot.events import log
 from snapshot.io.loop import run
 from snapshot.io.system import gc_paused
-from snapshot.loading.choose import in_restore_order
+from snapshot.loading.choose import find_receivers
 from snapshot.loading.open import Opened, expect_archive_checksums, expect_files, remember_plan
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.loading.read_requests import ReadRequest
@@ -75,13 +75,14 @@ class Restore:
 
     def _run(self, app_state: Mapping[str, Any]) -> RestoreReport:
         options, opened, document = self._options, self._opened, self._document
+        receivers = find_receivers(app_state)
         with self._phase("plan"):
-            resharded = reshard_states(self._exchange, opened, options, app_state, allow_pickle=self._allow_pickle)
+            resharded = reshard_states(self._exchange, opened, options, receivers, allow_pickle=self._allow_pickle)
             plan = plan_restore(
                 self._exchange,
                 opened,
                 options,
-                app_state,
+                receivers,
                 done=resharded.keys(),
                 allow_pickle=self._allow_pickle,
                 written=frozenset(self._touched),
@@ -105,12 +106,12 @@ class Restore:
             for adapter in plan.adapters.values():
                 if isinstance(adapter, StateOfParameters):
                     adapter.filled = filled
-            for key, stateful in in_restore_order(app_state):
-                with noting(f"raised by load_state_dict() of app_state[{key!r}]; its tensors are restored"):
-                    if key in resharded:
-                        stateful.load_state_dict(resharded[key])
-                    elif key in plan.grouped:
-                        self._hand_back(plan, plan.adapters[key])
+            for each in receivers:
+                with noting(f"raised by load_state_dict() of app_state[{each.key!r}]; its tensors are restored"):
+                    if each.key in resharded:
+                        each.stateful.load_state_dict(resharded[each.key])
+                    elif each.key in plan.grouped:
+                        self._hand_back(plan, each.adapter)
         self._expect_all()
         remember_plan(self._exchange, document)
         lines = plan.issues.lines

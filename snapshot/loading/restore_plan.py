@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -14,11 +14,11 @@ from snapshot.distributed.exchange import Exchange
 from snapshot.errors import RestoreError, noting
 from snapshot.formats.pickled_objects import expect_no_module
 from snapshot.io.loop import run
-from snapshot.loading.choose import Chooser, ChosenEntries, Matched, in_restore_order
+from snapshot.loading.choose import Chooser, ChosenEntries, Matched, Receiver
 from snapshot.loading.left_out import compare_left_out
-from snapshot.loading.live import compare_twins, find_other_owner, find_read_only_memory
+from snapshot.loading.live import compare_twins, find_read_only_memory
 from snapshot.loading.mapping import map_view
-from snapshot.loading.match import Matcher, Surroundings
+from snapshot.loading.match import Matching, match_all
 from snapshot.loading.open import Opened, expect_files, load_parts
 from snapshot.loading.own_copies import OwnCopies
 from snapshot.loading.read_object import expand_trees, read_tree
@@ -30,7 +30,6 @@ from snapshot.manifest.containers import ListEntry
 from snapshot.manifest.document import IN_ONE, Document, PartEntry, find_locations
 from snapshot.manifest.entries import TENSORS, DTensorEntry, ShardedTensorEntry
 from snapshot.manifest.parts import NumberedEntries
-from snapshot.manifest.paths import encode_component
 from snapshot.manifest.rank_view import (
     MOST_RANKS,
     RankView,
@@ -42,8 +41,6 @@ from snapshot.manifest.rank_view import (
 from snapshot.manifest.values import NoneEntry, Scalar
 from snapshot.plan.names import Change, compile_rename, matcher
 from snapshot.reports import RestoreIssues
-from snapshot.state.adapters import make_adapter
-from snapshot.state.optimizers import OptimizerAdapter
 from snapshot.state.sharded import Sharded
 from snapshot.state.stateful import Reshardable, RestoreAdapter
 from snapshot.text import listed
@@ -84,7 +81,7 @@ def plan_restore(
     exchange: Exchange,
     opened: Opened,
     options: RestoreOptions,
-    app_state: Mapping[str, Any],
+    receivers: Sequence[Receiver],
     *,
     allow_pickle: bool,
     written: frozenset[str],
@@ -96,17 +93,14 @@ def plan_restore(
     restored now.
     """
     document = opened.document
-    adapters: dict[str, RestoreAdapter] = {}
     checked = set[str]()
     copies = OwnCopies(opened)
     if options.map is not None and document.parts:
         run(load_parts(opened, list(document.parts)))  # a mapped tensor may need tensors of any rank
 
     def plan() -> RestorePlan:
-        planner = _Planner(
-            exchange, opened, options, adapters=adapters, checked=checked, written=written, copies=copies
-        )
-        return planner.plan(app_state, done, allow_pickle=allow_pickle)
+        planner = _Planner(exchange, opened, options, receivers, checked=checked, written=written, copies=copies)
+        return planner.plan(done, allow_pickle=allow_pickle)
 
     while document.parts:  # the parts that this rank needs may be those of other ranks
         needed = list(document.parts)
@@ -152,8 +146,8 @@ class _Planner:
         exchange: Exchange,
         opened: Opened,
         options: RestoreOptions,
+        receivers: Sequence[Receiver],
         *,
-        adapters: dict[str, RestoreAdapter],
         checked: set[str],
         written: frozenset[str],
         copies: OwnCopies,
@@ -162,7 +156,7 @@ class _Planner:
         self._opened = opened
         self._document = opened.document
         self._options = options
-        self._adapters = adapters
+        self._receivers = receivers
         self._checked = checked
         self._written = written
         self._copies = copies
@@ -171,20 +165,17 @@ class _Planner:
         self._change: Change = str
         self._others: dict[str, list[int]] | None = None
 
-    def plan(self, app_state: Mapping[str, Any], done: Collection[str], *, allow_pickle: bool) -> RestorePlan:
-        document, adapters = self._document, self._adapters
-        view = self._view(app_state)
-        app_state = {key: each for key, each in app_state.items() if encode_component(key) not in done}
-        chosen = self._chooser.choose(view, app_state, done)
+    def plan(self, done: Collection[str], *, allow_pickle: bool) -> RestorePlan:
+        document = self._document
+        view = self._view()
+        chosen = self._chooser.choose(view, self._receivers, done)
         grouped = chosen.grouped
-        for key, stateful in in_restore_order(app_state):
-            if key in grouped and key not in adapters:
-                adapters[key] = make_adapter(key, stateful)
+        adapters = {each.key: each.adapter for each in self._receivers if each.key in grouped}
         for key, entries in grouped.items() if len(document.manifest) > IN_ONE else ():
             adapters[key].live = _share_names(adapters[key].live, entries)
-        self._expect_files(grouped)
+        self._expect_files(grouped, adapters)
         reads = ReadPlan(document.files, allow_pickle=allow_pickle, partial=bool(document.parts))
-        matched = self._match(app_state, view, chosen, reads)
+        matched = self._match(adapters, view, chosen, reads)
         withheld = self._is_new and any(path.partition("/")[0] in grouped for path in view.withheld)
         lacks = chosen.incomplete or matched.lacking or bool(chosen.unknown) or withheld
         made = RestorePlan(adapters, grouped, reads, self._checked, matched, self._issues, chosen.unknown, lacks)
@@ -192,11 +183,17 @@ class _Planner:
             try:
                 self._expect_fit(view, reads, matched, allow_pickle=allow_pickle)
             except RestoreError:
-                self._expect_files(grouped, all_of_them=True)  # damage is the graver fault
+                self._expect_files(grouped, adapters, all_of_them=True)  # damage is the graver fault
                 raise
         return made
 
-    def _expect_files(self, grouped: Mapping[str, Mapping[str, Any]], *, all_of_them: bool = False) -> None:
+    def _expect_files(
+        self,
+        grouped: Mapping[str, Mapping[str, Any]],
+        adapters: Mapping[str, RestoreAdapter],
+        *,
+        all_of_them: bool = False,
+    ) -> None:
         """Check the files of what may become new values, before memory is allocated for them.
 
         Those of live tensors are checked when all ranges to read are known, unless that is cheap to do now.
@@ -206,7 +203,7 @@ class _Planner:
         for key, entries in grouped.items():
             new: Mapping[str, Any] = entries
             if not cheap:
-                live = self._adapters[key].live
+                live = adapters[key].live
                 new = {path: entry for path, entry in entries.items() if not _fills_live(entry, live.get(path))}
             needed |= find_locations(new, files)
         needed = (needed & self._document.own_files.keys()) - self._checked
@@ -214,7 +211,7 @@ class _Planner:
             run(expect_files(self._opened, needed))
             self._checked |= needed
 
-    def _view(self, app_state: Mapping[str, Any]) -> RankView:
+    def _view(self) -> RankView:
         """Return the snapshot as this rank sees it, with the application's names."""
         opened, document, rename = self._opened, self._document, self._options.rename
         view = make_rank_view(
@@ -228,28 +225,30 @@ class _Planner:
             document.manifest = cast("dict[str, Any]", NumberedEntries(0, dict(view.entries)))
         if rename or self._options.select or self._options.exclude:
             expand_trees(opened, view.entries)
-        view = map_view(opened, below_only_key(document, view, app_state), self._options.map)
+        view = map_view(opened, below_only_key(document, view, self._receivers), self._options.map)
         if rename:
             self._change = compile_rename(rename, {**view.elsewhere, **view.entries})[0]
-            view = follow_rename(view, rename, app_state)
-        return match_wrappers(view, in_restore_order(app_state), self._adapters, self._issues, self._chooser.may_want)
+            view = follow_rename(view, rename, self._receivers)
+        return match_wrappers(view, self._receivers, self._issues, self._chooser.may_want)
 
-    def _match(self, app_state: Mapping[str, Any], view: RankView, chosen: ChosenEntries, reads: ReadPlan) -> Matched:
+    def _match(
+        self, adapters: Mapping[str, RestoreAdapter], view: RankView, chosen: ChosenEntries, reads: ReadPlan
+    ) -> Matched:
         """Find the place of each requested entry."""
-        adapters, grouped = self._adapters, chosen.grouped
-        around = Surroundings(
-            self._chooser.wanted,
-            find_other_owner(adapters, grouped, chosen.skipped),
-            self._holders,
-            several=not self._exchange.alone,
-            every=self._document.world_size == 1,
+        return match_all(
+            Matching(
+                self._options,
+                adapters,
+                chosen,
+                view,
+                reads,
+                self._issues,
+                self._chooser.wanted,
+                self._holders,
+                several=not self._exchange.alone,
+                every=self._document.world_size == 1,
+            )
         )
-        matcher = Matcher(self._options, chosen, view, reads, issues=self._issues, around=around)
-        keys = [key for key, _ in in_restore_order(app_state) if key in grouped]
-        for key in sorted(keys, key=lambda key: isinstance(adapters[key], OptimizerAdapter)):  # models come first
-            if not matcher.add(adapters[key], grouped[key]):
-                del grouped[key]
-        return matcher.matched
 
     def _expect_fit(self, view: RankView, reads: ReadPlan, matched: Matched, *, allow_pickle: bool) -> None:
         """Raise if the snapshot does not fit."""
@@ -335,7 +334,7 @@ def reshard_states(
     exchange: Exchange,
     opened: Opened,
     options: RestoreOptions,
-    app_state: Mapping[str, Any],
+    receivers: Sequence[Receiver],
     *,
     allow_pickle: bool,
 ) -> dict[str, Any]:
@@ -348,9 +347,9 @@ def reshard_states(
     if saved == now:
         return {}
     chosen = {
-        encode_component(key): stateful
-        for key, stateful in app_state.items()
-        if isinstance(stateful, Reshardable) or _is_loader(stateful)
+        each.key: each.stateful
+        for each in receivers
+        if isinstance(each.stateful, Reshardable) or _is_loader(each.stateful)
     }
     if not chosen:
         return {}
