@@ -188,7 +188,7 @@ class Ours(Competitor):
             return {"snapshot": self._open}
         found = super().ways(operation)
         if self.payload.changing and operation in ("take", "durable"):
-            take = partial(self._take, durable=operation == "durable")
+            take = partial(self._take, options=TakeOptions(durable=operation == "durable"))
             self.chains = {"snapshot, one base": Chain(take, 1), "snapshot, two bases": Chain(take, 2)}
             found |= {row: chain.save for row, chain in self.chains.items()}
         if operation == "restore":

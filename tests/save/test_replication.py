@@ -13,6 +13,7 @@ from snapshot.plan import consensus
 from snapshot.save import replication
 from snapshot.save.replication import ReplicationRules
 from snapshot.state.flatten import Flattened
+from snapshot.state.model_state import map_modules
 from snapshot.state.sharded import LocalPiece, Shards
 from snapshot.tensors.geometry import Box
 
@@ -118,12 +119,14 @@ def test_value_text_of_what_differs(entry, text):
 
 
 def test_rules_select_globs_and_leave_random_numbers_alone():
-    rules = ReplicationRules({"s": StateDict(), "r/g": RNGState()}, ["s/**", "r%2Fg/**"], exchange_of(0).ranks)
+    rules = ReplicationRules(
+        map_modules({"s": StateDict(), "r/g": RNGState()}), ["s/**", "r%2Fg/**"], exchange_of(0).ranks
+    )
     assert [rules.matches_glob(path) for path in ("s/a", "s/a/b", "t/a")] == [True, True, False]
     assert [rules.is_replicated(path) for path in ("s/a", "s/a/b", "t/a")] == [True, True, False]
     assert rules.select(["s/a", "t/a"]) == {"s/a"}
     assert [rules.is_private(path) for path in ("r%2Fg/x", "r%2Fg", "s/a", "r/x")] == [True, True, False, False]
-    none = ReplicationRules({"s": StateDict()}, [], exchange_of(0).ranks)
+    none = ReplicationRules(map_modules({"s": StateDict()}), [], exchange_of(0).ranks)
     assert none.select(["s/a"]) == frozenset()
     assert not none.matches_glob("s/a")
     assert not none.is_private("s/a")

@@ -156,7 +156,6 @@ from pathlib import Path
 from snapshot import Snapshot, Target, TensorMap
 from snapshot_merge import merge
 from snapshot_bench.child import reset_peak, status
-from snapshot.transform import merge as _
 from tests.plugins.snapshot_bench.harness import transfer
 globals().update(json.loads(sys.argv[1]))
 Snapshot("memory://bench/x").exists()

@@ -163,7 +163,7 @@ class _Simulation:
         shared = None
         began = time.perf_counter()
         with contextlib.suppress(_Asked):
-            shared = agree_on_replicas(exchange, flat, ReplicationRules({}, self.globs, ranks), _digest)
+            shared = agree_on_replicas(exchange, flat, ReplicationRules([], self.globs, ranks), _digest)
         return exchange.said[-1], shared, flat, time.perf_counter() - began
 
     def agree(self, members: tuple[int, ...]) -> None:

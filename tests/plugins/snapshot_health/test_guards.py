@@ -25,6 +25,7 @@ from snapshot import (
 from snapshot.errors import SuspectStateError
 from snapshot.events import add_handler, remove_handler
 from snapshot.save import findings
+from snapshot.state.model_state import map_modules
 from snapshot.tensors.memory import find_local_tensor
 from snapshot.testing import recording
 from snapshot_health import guards, samples
@@ -134,7 +135,7 @@ def test_guard_nonfinite_samples_long_tensors_in_turn():
 def flattened(app):
     from snapshot.save.collect import collect_state
 
-    return collect_state(app, None, (), ())
+    return collect_state(map_modules(app), None, (), ())
 
 
 @pytest.mark.parametrize(
@@ -797,7 +798,7 @@ def test_guards_name_some_of_many(count, total, most, text):
 def test_stores_live_steps_compares_stored_numbers_of_steps_with_those_of_optimizers():
     def stores(*held):
         leaves = [SimpleNamespace(path=path, tensor=torch.tensor(value)) for path, value in held]
-        return stores_live_steps({"optimizer": optimizer}, SimpleNamespace(leaves=leaves))
+        return stores_live_steps(map_modules({"optimizer": optimizer}), SimpleNamespace(leaves=leaves))
 
     model = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters())
