@@ -31,7 +31,9 @@ from snapshot.tensors.memory import find_local_tensor
 #
 # The call stages before the first byte is written, so that writing does not compete for memory bandwidth. What
 # exceeds the budget is staged as writes release memory. Values that only an optimizer's `step()` changes may be
-# staged later by a thread, while the application continues.
+# staged later by a thread, while the application continues. So up to three threads meet in `StagingAhead`: one stages,
+# the loop waits for parts in `ready` and takes them, and the application's thread may stop everything. What they share
+# is `_staged`, `_waiting`, `_error` and `_closed`, under one lock that is never held across a wait.
 
 AHEAD = 2
 """Parts that are copied from accelerators at once: the next copy is queued before the previous one ends."""
@@ -49,9 +51,10 @@ CHANGED = (
 
 
 class LateCopies:
-    """The leaves that are copied after the call returns; an optimizer's `step()` waits for them.
+    """The leaves that are copied after the call returns, while the application already computes.
 
-    As a context, an error that leaves it lets the `step()` continue.
+    From here on, the `step()` of their optimizers waits until they are copied. An error in the block ends the wait:
+    nothing would be copied any more, and the application would stand still.
     """
 
     def __init__(self, claim: Claim, share: RankShare, *, overlapped: bool) -> None:
@@ -64,6 +67,7 @@ class LateCopies:
         if not eligible:
             return
         flat = share.flat
+        # Of several ranks, each writes a share. Memory that holds anything else of the state is found in all of it.
         leaves = share.leaves if claim.exchange.alone else flat.leaves
         marks, owners = eligible.find_late(share.leaves, leaves, flat.shards, flat.ties)
         if not owners:

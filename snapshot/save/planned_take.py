@@ -77,6 +77,7 @@ def plan_writes(
     payload = share.nbytes
     if LEFT_OUT in groups:
         payload -= sum(leaf.nbytes for leaf, group in zip(share.leaves, groups, strict=True) if group == LEFT_OUT)
+    # What is in memory at once limits the length of parts. Without staging, only direct I/O copies anything.
     at_once = payload if staged else limits.preferred_part * limits.parallel_parts if limits.alignment > 1 else 0
     at_once = min(at_once, session.budget.limit, payload)
     loads = tuple(share.loads) if len(share.loads) > 1 else ()

@@ -129,9 +129,9 @@ class RankShare(Share):
             else:
                 self.leaves.append(leaf)
         for path, owner in list(flat.ties.items()):
-            if (path in paths) != (
-                owner in paths
-            ):  # only one of two tied names is replicated: the other one gets its own bytes
+            if (path in paths) != (owner in paths):
+                # Only one of two names of a tensor is replicated: the other one gets bytes of its own, since the two
+                # are written by different ranks.
                 del flat.ties[path]
                 again = by_path[owner].copy_for(path)
                 if path in paths:

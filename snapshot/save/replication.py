@@ -367,6 +367,7 @@ def agree_on_replicas(
     if exchange.alone:
         return Replication("", rules.select(flat.entries), (0,))
     found = find_candidates(flat, rules, digest)
+    # A rank that cannot tell by itself who else holds a box asks the others, in the first round.
     asks = any(piece.holders is None and not piece.replica for held in flat.shards.values() for piece in held.pieces)
     memory = replication_memory(exchange.ranks)
     known = memory.find(found.structure) or (None if asks else memory.restored)
@@ -374,6 +375,8 @@ def agree_on_replicas(
     paths = frozenset(found.items) if known is None else known.paths & found.items.keys()
     spare = known.written_elsewhere if known else frozenset()
     have, expected = _layout_sums(exchange, flat)
+    # One round, if all ranks report the digests that they agreed on last time. Otherwise the leader asks for details
+    # of what differs, and the ranks report again with what came of it.
     for _ in range(MOST_ASKED):
         record = consensus.RankRecord(
             found.structure,

@@ -215,9 +215,10 @@ class Stager(PartSource):
     def __init__(self, leaves: Sequence[Leaf], *, copies: bool, parallel: bool = False) -> None:
         self.leaves: Sequence[Leaf] = leaves
         self.copies = copies
-        """True if every part is assembled in a slot: it must be aligned, or outlive the call."""
+        """True if each part is copied as a whole: direct I/O needs aligned memory, and a take in the background bytes
+        that stay as they were when the call returned. Otherwise CPU tensors are written from their own memory."""
         self.parallel = parallel
-        """True if the staging thread may copy with torch's thread pool."""
+        """True while the call itself copies: torch's thread pool then has nothing else to do."""
         self._watched: dict[int, _Watched] = {}
         self._copying: AbstractContextManager[object] = nullcontext()
         self._ahead: ExtentDigests | None = None

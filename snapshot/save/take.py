@@ -139,7 +139,9 @@ def _assemble(
     share = collect_rank_share(claim.exchange, session, app_state, options, claim.globs)
     packing = choose_packing(options.compression, session, share.leaves)
     overlapped = background and options.staging == "overlapped" and options.prepare is None and not is_exiting()
+    # From here on, a `step()` of the application waits: before anything is compared with a base, or planned.
     late = opened.enter_context(LateCopies(claim, share, overlapped=overlapped))
+    # This reads all tensors and shares files, so it needs most of a take's time if little has changed.
     reuse = find_reuse(claim, share, options)
     observers = _observe(claim, share, options)
     groups = reuse.groups_with(late.marks)

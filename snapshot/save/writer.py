@@ -166,7 +166,7 @@ class Writer:
         writer = await shielded(self._storage.create(location, file.size))
         self._open.append(writer)
         this = asyncio.current_task()
-        if this is not None and this.cancelling():  # cancelled meanwhile
+        if this is not None and this.cancelling():  # while the file was created: `shielded` does not raise it
             raise asyncio.CancelledError
         digests = self._digests(file)
         writes: set[asyncio.Task[None]] = set()
@@ -176,6 +176,7 @@ class Writer:
             for part in self.parts(file):
                 staged = await self._with_slot(file, part, digests)
                 try:
+                    # A later part may be written before an earlier one, up to what the storage accepts at once.
                     while len(writes) >= at_once:
                         done, writes = await asyncio.wait(writes, return_when=asyncio.FIRST_COMPLETED)
                         for error in [each.exception() for each in done]:  # all of them are retrieved
