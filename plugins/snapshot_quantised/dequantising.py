@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from snapshot.errors import CorruptSnapshotError, RestoreError
-from snapshot.formats.derived import Derivation, DerivingStorage
+from snapshot.formats.derived import Derivation, DerivedStorage
 from snapshot.io.aio import gather_limited
 from snapshot.io.loop import run
 from snapshot.loading.open import AT_ONCE, Opened
@@ -74,7 +74,7 @@ def dequantise_checkpoint(opened: Opened, tensor_map: TensorMap | None) -> Opene
         place = places.get(path, path)
         if place is not None:
             manifest[place] = entries.get(place, entry)
-    storage = DerivingStorage(opened.storage, derivations, files, opened.session.packed_memory)
+    storage = DerivedStorage(opened.storage, derivations, files, opened.session.packed_memory)
     document = msgspec.structs.replace(opened.document, manifest=manifest, files=files)
     return replace(opened, document=document, storage=storage)
 

@@ -25,6 +25,7 @@ from snapshot.errors import (
     StorageNotFoundError,
 )
 from snapshot.events import emit, log
+from snapshot.formats.derived import DerivedStorage
 from snapshot.io.aio import gather_limited, in_thread
 from snapshot.io.arena import arena_bytes
 from snapshot.io.budget import MemoryBudget
@@ -32,7 +33,7 @@ from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.storage import ABSENT, ANYTHING, Buffer, Expect, FileStat, ReadOnlyStorage, Storage, exists
 from snapshot.io.url import URL
-from snapshot.loading.decompression import DecompressingStorage
+from snapshot.loading.decompression import unpacking
 from snapshot.manifest.document import (
     METADATA,
     NEWEST_FORMAT,
@@ -245,7 +246,7 @@ class FarStorage(ReadOnlyStorage):
                 log.info("%s: %s", self.url, error)
             packed = {name: file for name, file in files.items() if _is_of_an_uploader(name, file)}
             if packed:
-                self._decompressing = DecompressingStorage(self.inner, packed, MemoryBudget(MEMORY))
+                self._decompressing = DerivedStorage(self.inner, unpacking(packed), packed, MemoryBudget(MEMORY))
             self._packed = packed
         return self._packed
 

@@ -1,4 +1,8 @@
-"""Files that are not stored: their bytes are computed from those of stored files, range by range."""
+"""Files that are read in another form than the stored one: their bytes are computed from stored ones, range by range.
+
+Everything above a storage counts the bytes of such a file as it is read. So readers, comparisons and boxes know nothing
+of compression, of archives and of quantised weights.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +20,21 @@ class Derivation(Protocol):
 
     @property
     def sources(self) -> Collection[str]:
-        """The stored files."""
+        """The stored files, which may include one of the same name."""
         ...
 
     async def read(
         self, storage: Storage, offset: int, views: Sequence[memoryview], memory: MemoryBudget, token: str | None
     ) -> None:
-        """Fill the views with the derived bytes from `offset` on. Stored bytes take memory from the budget."""
+        """Fill the views with the derived bytes from `offset` on. Stored bytes take memory from the budget.
+
+        There is at least one view, and none is empty.
+        """
         ...
 
 
-class DerivingStorage(StorageWrapper):
-    """Another storage, which also has derived files. All other calls see the stored files.
-
-    Everything above counts the bytes of a derived file. So readers, comparisons and boxes know nothing of the stored
-    form.
-    """
+class DerivedStorage(StorageWrapper):
+    """Another storage, of which some files are derived. All calls but reads and `stat` see the stored files."""
 
     def __init__(
         self,
@@ -51,15 +54,20 @@ class DerivingStorage(StorageWrapper):
             await self.inner.read_into(path, offset, buffers, token=token)
             return
         views = [view for view in (memoryview(each).cast("B") for each in buffers) if len(view)]
+        if not views:
+            return
         end = offset + sum(map(len, views))
         if end > self._files[path].size:
             raise CorruptSnapshotError(f"{self.url.join(path)}: ends before {end:,}")
         await found.read(self.inner, offset, views, self._memory, token)
 
     async def stat(self, path: str) -> FileStat:
-        """Return time and tokens of the sources for a derived file. Nothing of it is stored, so its size is 0."""
+        """Return size, time and token of the stored file, if there is one of that name.
+
+        Otherwise, time and tokens are those of the sources. Nothing of the file is stored, so its size is 0.
+        """
         found = self._derivations.get(path)
-        if found is None:
+        if found is None or path in found.sources:
             return await self.inner.stat(path)
         sources = {name: await self.inner.stat(name) for name in sorted(found.sources)}
         for name, source in sources.items():

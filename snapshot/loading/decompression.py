@@ -1,8 +1,4 @@
-"""Compressed files, read as if they were not: only the blocks of a range are read and decompressed.
-
-Everything above a storage counts the bytes of a compressed file as those that it has decompressed. So readers,
-comparisons and copies of tensors know nothing of compression.
-"""
+"""Compressed files, read as if they were not: only the blocks of a range are read and decompressed."""
 
 from __future__ import annotations
 
@@ -17,8 +13,8 @@ from snapshot.events import emit
 from snapshot.io.aio import in_thread
 from snapshot.io.arena import arena_bytes
 from snapshot.io.budget import MemoryBudget
-from snapshot.io.storage import Buffer, Storage, StorageWrapper
-from snapshot.manifest.document import FileEntry, PackedFile
+from snapshot.io.storage import Storage
+from snapshot.manifest.document import FileEntry
 from snapshot.tensors.digest import BLOCK, digest_range
 from snapshot.tensors.split_zstd import PAGE, BlockTable, load_zstd, sum_stored, thread_codec
 
@@ -54,85 +50,72 @@ class _Run(NamedTuple):
     stored: memoryview
 
 
-class DecompressingStorage(StorageWrapper):
-    """Another storage, whose compressed files are read decompressed. All other calls see the stored files."""
+class Packed:
+    """The derivation of a compressed file from the stored file of the same name."""
 
-    def __init__(self, inner: Storage, files: Mapping[str, FileEntry], memory: MemoryBudget) -> None:
-        load_zstd()
-        super().__init__(inner)
-        self._files = {location: file for location, file in files.items() if file.packed is not None}
-        self._memory = memory
-        self._tables: dict[str, BlockTable] = {}
-        at_once = HOT if inner.capabilities.blocking else memory.limit // max(1, inner.limits.parallel_parts)
-        self._at_once = max(2 * BLOCK, min(at_once, LARGEST, memory.limit // 2))
+    def __init__(self, path: str, file: FileEntry) -> None:
+        assert file.packed is not None
+        self.sources = (path,)
+        self._path = path
+        self._size = file.size
+        self._packed = file.packed
+        self._table: BlockTable | None = None
 
-    async def read_into(self, path: str, offset: int, buffers: Sequence[Buffer], *, token: str | None = None) -> None:
-        """Fill the buffers with decompressed bytes. Damaged ones are read again: from another place, or once more."""
-        file = self._files.get(path)
-        if file is None or file.packed is None:
-            await self.inner.read_into(path, offset, buffers, token=token)
-            return
-        again = not self.capabilities.local
+    async def read(
+        self, storage: Storage, offset: int, views: Sequence[memoryview], memory: MemoryBudget, token: str | None
+    ) -> None:
+        """Fill the views with decompressed bytes. Damaged ones are read again: from another place, or once more."""
+        again = not storage.capabilities.local
         while True:
-            damaged = file.packed.index[0]
+            damaged = self._packed.index[0]
             try:
-                table = await self._table(path, file, file.packed)
-                damaged = path
-                await self._read(path, table, offset, buffers, token)
+                if self._table is None:  # readers that need it at the same time read it each
+                    self._table = await self._read_table(storage)
+                damaged = self._path
+                await self._read(storage, self._table, _Wanted(offset, views), memory, token)
                 return
             except CorruptSnapshotError as error:
-                if not (self.inner.switch_source(damaged) or again):
+                if not (storage.switch_source(damaged) or again):
                     raise
                 again = False
-                emit("retry", "read", str(self.url.join(damaged)), attempt=1, error=str(error), pause=0.0)
+                emit("retry", "read", str(storage.url.join(damaged)), attempt=1, error=str(error), pause=0.0)
 
-    async def _table(self, path: str, file: FileEntry, packed: PackedFile) -> BlockTable:
-        """Return the table of a file's blocks. Readers that need it at the same time read it each."""
-        table = self._tables.get(path)
-        if table is None:
-            table = self._tables[path] = await self._read_table(path, file, packed)
-        return table
-
-    async def _read_table(self, path: str, file: FileEntry, packed: PackedFile) -> BlockTable:
-        location, begin, end = packed.index
+    async def _read_table(self, storage: Storage) -> BlockTable:
+        location, begin, end = self._packed.index
         data = bytearray(end - begin)
-        await self.inner.read_into(location, begin, [data])
+        await storage.read_into(location, begin, [data])
         actual = digest_range(data)
-        if actual != packed.index_digest:
+        if actual != self._packed.index_digest:
             raise CorruptSnapshotError(
-                f"{path}: its table of blocks in {location}[{begin}:{end}]: digest must be {packed.index_digest}, "
-                f"got {actual}"
+                f"{self._path}: its table of blocks in {location}[{begin}:{end}]: digest must be "
+                f"{self._packed.index_digest}, got {actual}"
             )
         try:
-            return BlockTable(data, file.size, packed.size)
+            return BlockTable(data, self._size, self._packed.size)
         except CorruptSnapshotError as error:
-            raise CorruptSnapshotError(f"{path}: {error}") from error
+            raise CorruptSnapshotError(f"{self._path}: {error}") from error
 
     async def _read(
-        self, path: str, table: BlockTable, offset: int, buffers: Sequence[Buffer], token: str | None
+        self, storage: Storage, table: BlockTable, wanted: _Wanted, memory: MemoryBudget, token: str | None
     ) -> None:
-        views = [view for view in (memoryview(each).cast("B") for each in buffers) if len(view)]
-        if not views:
-            return
-        wanted = _Wanted(offset, views)
-        if wanted.end > table.ends[-1]:
-            raise CorruptSnapshotError(f"{self.url.join(path)}: ends before {wanted.end:,}")
-        first = PAGE if offset == 0 else 0  # the stored file's header is verified with the file's beginning
-        for blocks in _groups(table, table.find(offset, wanted.end), self._at_once):
+        first = PAGE if wanted.begin == 0 else 0  # the stored file's header is verified with the file's beginning
+        at_once = HOT if storage.capabilities.blocking else memory.limit // max(1, storage.limits.parallel_parts)
+        at_once = max(2 * BLOCK, min(at_once, LARGEST, memory.limit // 2))
+        for blocks in _groups(table, table.find(wanted.begin, wanted.end), at_once):
             begin = int(table.places[blocks.start - 1]) - first
             nbytes = int(table.places[blocks.stop - 1]) - begin
-            async with self._memory.slot(arena_bytes(nbytes)) as slot:
+            async with memory.slot(arena_bytes(nbytes)) as slot:
                 stored = slot.view[:nbytes]
-                await self.inner.read_into(path, begin, [stored], token=token)
-                await in_thread(self._unpack, path, table, _Run(blocks, begin, stored), wanted)
+                await storage.read_into(self._path, begin, [stored], token=token)
+                await in_thread(self._unpack, table, _Run(blocks, begin, stored), wanted)
             first = 0
 
-    def _unpack(self, path: str, table: BlockTable, run: _Run, wanted: _Wanted) -> None:
+    def _unpack(self, table: BlockTable, run: _Run, wanted: _Wanted) -> None:
         """Decompress blocks into those parts of the wanted bytes that they have."""
         stored = run.stored
         base = int(table.places[run.blocks.start - 1])
         if run.begin < base and sum_stored(stored[: base - run.begin]) != table.sums[0]:
-            raise CorruptSnapshotError(f"{path}: its header does not match its checksum")
+            raise CorruptSnapshotError(f"{self._path}: its header does not match its checksum")
         codec, base = thread_codec(), run.begin
         for number in run.blocks:
             held = stored[int(table.places[number - 1]) - base : int(table.places[number]) - base]
@@ -146,12 +129,18 @@ class DecompressingStorage(StorageWrapper):
                     raise CorruptSnapshotError("its bytes do not match their checksum")
                 codec.decode(held, int(table.kinds[number]), target)
             except CorruptSnapshotError as error:
-                raise CorruptSnapshotError(f"{path}: block {number} (bytes {low} to {high}): {error}") from error
+                raise CorruptSnapshotError(f"{self._path}: block {number} (bytes {low} to {high}): {error}") from error
             if not whole:
                 position = begin - low
                 for part in parts:
                     part[:] = target[position : position + len(part)]
                     position += len(part)
+
+
+def unpacking(files: Mapping[str, FileEntry]) -> dict[str, Packed]:
+    """Return the derivations of the compressed ones among some files."""
+    load_zstd()
+    return {location: Packed(location, file) for location, file in files.items() if file.packed is not None}
 
 
 def _groups(table: BlockTable, blocks: range, most: int) -> Iterator[range]:

@@ -24,7 +24,7 @@ from snapshot.errors import (
     UnsupportedFormatError,
 )
 from snapshot.formats import zip_archive
-from snapshot.formats.derived import DerivingStorage
+from snapshot.formats.derived import Derivation, DerivedStorage
 from snapshot.formats.foreign import (
     LINKLESS,
     ForeignDocument,
@@ -40,7 +40,6 @@ from snapshot.io.session import Session
 from snapshot.io.storage import Storage
 from snapshot.io.system import gc_paused
 from snapshot.io.url import URL
-from snapshot.loading.decompression import DecompressingStorage
 from snapshot.manifest.document import (
     METADATA,
     NEWEST_FORMAT,
@@ -71,7 +70,7 @@ class Opened:
     stored: Storage
     """Its files as they are stored. Their bytes are verified if there is a key."""
     storage: Storage
-    """Its files, with compressed ones as if they were not."""
+    """Its files, with derived ones: compressed files as if they were not, and weights for quantised ones."""
 
     @property
     def url(self) -> URL:
@@ -241,7 +240,7 @@ async def _decode_manifest(session: Session) -> Document:
 
 
 def add_layers(session: Session, document: Document) -> Opened:
-    """Return a checkpoint whose files are read through layers: the lowest verifies, the highest decompresses."""
+    """Return a checkpoint whose files are read through layers: the lowest verifies, the highest derives."""
     stored = session.storage
     if isinstance(document, ForeignDocument):
         if document.place != session.url:
@@ -251,17 +250,23 @@ def add_layers(session: Session, document: Document) -> Opened:
         sizes = {location: file.stored_size for location, file in document.own_files.items()}
         sizes |= {part.location: part.size for part in document.parts}
         stored = session.seal.wrap(stored, document.save_id, sizes) or stored
-    files = decompressed_files(session, stored, document.own_files)
-    if isinstance(document, ForeignDocument) and document.derivations:
-        files = DerivingStorage(files, document.derivations, document.files, session.packed_memory)
-    return Opened(session, document, stored, files)
+    derivations = document.derivations if isinstance(document, ForeignDocument) else {}
+    return Opened(session, document, stored, derive_files(session, stored, document.own_files, derivations))
 
 
-def decompressed_files(session: Session, stored: Storage, files: Mapping[str, FileEntry]) -> Storage:
-    """Return a storage that reads compressed files as if they were not."""
-    if all(file.packed is None for file in files.values()):
-        return stored
-    return DecompressingStorage(stored, files, session.packed_memory)
+def derive_files(
+    session: Session,
+    stored: Storage,
+    files: Mapping[str, FileEntry],
+    derivations: Mapping[str, Derivation] | None = None,
+) -> Storage:
+    """Return a storage that reads compressed files as if they were not, and also has files of other derivations."""
+    found = dict(derivations or {})
+    if any(file.packed is not None for file in files.values()):
+        from snapshot.loading.decompression import unpacking  # with the codec, which few snapshots need
+
+        found |= unpacking(files)
+    return DerivedStorage(stored, found, files, session.packed_memory) if found else stored
 
 
 async def load_parts(opened: Opened, parts: Sequence[PartEntry]) -> None:

@@ -30,7 +30,7 @@ from snapshot.io.session import Session, signer_of
 from snapshot.io.system import sync_file
 from snapshot.io.url import Location
 from snapshot.loading.left_out import TABLE, Place, find_uncovered, requests_of, stored_of
-from snapshot.loading.open import Opened, decompressed_files, missing_files
+from snapshot.loading.open import Opened, derive_files, missing_files
 from snapshot.loading.read_requests import ReadRequest
 from snapshot.loading.reader import Reader
 from snapshot.manifest import entries as e
@@ -606,7 +606,7 @@ async def expect_read_back(session: Session, described: RankManifest, *, share: 
     storage = session.storage
     await storage.drop_caches(list(written))
     document = Document(FORMAT, "", "", 1, "", "", msgspec.Raw(b"{}"), written, [], manifest)
-    opened = Opened(session, document, storage, decompressed_files(session, storage, written))
+    opened = Opened(session, document, storage, derive_files(session, storage, written))
     verification = Verification(opened, Meter(verb, None), solo_exchange(verb))
     requests = requests_of([manifest, {}], files, verification.faults)
     everything = verification.everything([each for each in requests if each.location in written], {}, {})

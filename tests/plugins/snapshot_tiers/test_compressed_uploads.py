@@ -11,11 +11,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from snapshot import Snapshot, SnapshotManager, StateDict, StorageError, TakeOptions
 from snapshot.errors import StorageNotFoundError
+from snapshot.formats.derived import DerivedStorage
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.url import URL
-from snapshot.loading.decompression import DecompressingStorage
+from snapshot.loading.decompression import unpacking
 from snapshot.loading.open import open_checkpoint
 from snapshot.runs.timeline import Facts
 from snapshot.tensors.digest import digest_range
@@ -124,7 +125,8 @@ def test_upload_compression_of_a_large_file_uses_a_temporary_file(tmp_path, monk
         (note,) = run(read_notes(target.storage, document.save_id)).values()
         assert note.size == os.path.getsize(tmp_path / "far" / name) < files[0].size
         document.files[name].packed = note.describe(name)
-        read = DecompressingStorage(target.storage, document.files, MemoryBudget(1 << 20))
+        unpacked = unpacking(document.files)
+        read = DerivedStorage(target.storage, unpacked, document.files, MemoryBudget(1 << 20))
         data = bytearray(files[0].size)
         run(read.read_into(name, 0, [data]))
         assert data == (tmp_path / "near" / name).read_bytes()
