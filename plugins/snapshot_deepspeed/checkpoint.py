@@ -26,9 +26,9 @@ from snapshot.formats import pickle_nodes as p
 from snapshot.formats.foreign import ForeignDocument, make_dict, make_document
 from snapshot.formats.pickle_nodes import expect_dict, expect_name
 from snapshot.formats.pickled_objects import INLINE
-from snapshot.formats.rank_files import RankFile, RankMerge
+from snapshot.formats.rank_files import RankFile, RankMerge, TorchFiles
 from snapshot.formats.to_entries import limit_nodes, make_scalar
-from snapshot.formats.torch_save import TorchFile, TorchFiles
+from snapshot.formats.torch_save import TorchFile
 from snapshot.formats.zip_archive import read_range
 from snapshot.io.aio import gather_limited
 from snapshot.io.storage import Storage

@@ -17,7 +17,8 @@ from snapshot.formats import pickle_nodes as p
 from snapshot.formats.flat_ranges import cut_run, join_runs
 from snapshot.formats.pickle_nodes import expect_dict, expect_list, expect_name
 from snapshot.formats.pickled_objects import INLINE
-from snapshot.formats.torch_save import TorchFile, find_raw_range
+from snapshot.formats.rank_files import find_raw_range
+from snapshot.formats.torch_save import TorchFile
 from snapshot.io.aio import gather_limited
 from snapshot.io.storage import Storage
 from snapshot.manifest.entries import TensorEntry

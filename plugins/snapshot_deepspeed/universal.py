@@ -12,7 +12,8 @@ from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats.flat_ranges import cut_run
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.pickle_nodes import expect_dict
-from snapshot.formats.torch_save import TorchFile, TorchFiles
+from snapshot.formats.rank_files import TorchFiles
+from snapshot.formats.torch_save import TorchFile
 from snapshot.io.aio import gather_limited
 from snapshot.io.storage import Storage
 from snapshot.manifest.entries import TensorEntry

@@ -29,9 +29,9 @@ from snapshot.formats import pickle_nodes as p
 from snapshot.formats.foreign import ForeignDocument, is_absence, make_dict, make_document
 from snapshot.formats.pickle_nodes import expect_dict
 from snapshot.formats.pickled_objects import INLINE
-from snapshot.formats.rank_files import RankFile, RankMerge
+from snapshot.formats.rank_files import RankFile, RankMerge, TorchFiles, find_raw_range
 from snapshot.formats.registry import SearchedFolder
-from snapshot.formats.torch_save import TorchFile, TorchFiles, find_raw_range
+from snapshot.formats.torch_save import TorchFile
 from snapshot.formats.zip_archive import read_range
 from snapshot.io.aio import gather_limited
 from snapshot.io.storage import Storage

@@ -17,8 +17,9 @@ from snapshot.errors import UnsupportedFormatError
 from snapshot.formats import pickle_nodes as p
 from snapshot.formats.flat_ranges import cut_run
 from snapshot.formats.pickle_nodes import expect_dict, expect_list
+from snapshot.formats.rank_files import find_raw_range
 from snapshot.formats.to_entries import make_scalar
-from snapshot.formats.torch_save import TorchFile, find_raw_range
+from snapshot.formats.torch_save import TorchFile
 from snapshot.formats.zip_archive import read_range
 from snapshot.io.aio import gather_limited
 from snapshot.io.storage import Storage

@@ -26,11 +26,10 @@ from snapshot.formats.foreign import ForeignDocument, check_location, make_dict,
 from snapshot.formats.pickle_nodes import expect_dict, expect_list, expect_name
 from snapshot.formats.pickled_objects import is_refused, locate_object
 from snapshot.formats.pickled_shards import MOST_STRIDES
-from snapshot.formats.rank_files import AT_ONCE, LACKS, RankFile, RankMerge
+from snapshot.formats.rank_files import AT_ONCE, LACKS, RankFile, RankMerge, TorchFiles
 from snapshot.formats.registry import SearchedFolder
 from snapshot.formats.safe_pickle import evaluate_pickle
 from snapshot.formats.to_entries import limit_nodes, make_entries
-from snapshot.formats.torch_save import TorchFiles
 from snapshot.io.aio import gather_limited
 from snapshot.io.storage import Storage
 from snapshot.manifest.document import ForeignFile

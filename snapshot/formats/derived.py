@@ -6,13 +6,14 @@ of compression, of archives and of quantised weights.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from snapshot.errors import CorruptSnapshotError
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.storage import Buffer, FileStat, Storage, StorageWrapper
 from snapshot.manifest.document import FileEntry
+from snapshot.manifest.entries import TensorEntry
 
 
 class Derivation(Protocol):
@@ -56,8 +57,8 @@ class DerivedStorage(StorageWrapper):
         views = [view for view in (memoryview(each).cast("B") for each in buffers) if len(view)]
         if not views:
             return
-        end = offset + sum(map(len, views))
-        if end > self._files[path].size:
+        end, file = offset + sum(map(len, views)), self._files.get(path)
+        if file is not None and end > file.size:
             raise CorruptSnapshotError(f"{self.url.join(path)}: ends before {end:,}")
         await found.read(self.inner, offset, views, self._memory, token)
 
@@ -76,6 +77,39 @@ class DerivedStorage(StorageWrapper):
                 raise CorruptSnapshotError(f"{name} must have {expected:,} bytes, got {source.size:,}")
         tokens = [source.token for source in sources.values()]
         return FileStat(0, max(source.mtime for source in sources.values()), " ".join(tokens))
+
+
+class InOrder(Derivation, Protocol):
+    """A derivation that is quick only if its file is read in order, from the first byte on."""
+
+    def forget(self) -> None:
+        """Release what a read in order needs to continue."""
+        ...
+
+
+class Located(NamedTuple):
+    """Where the elements of a packed tensor are."""
+
+    entry: TensorEntry
+    """A tensor whose range has only its elements; its serializer is `array` if they are strided."""
+    derivation: InOrder | None
+    """The derivation of its file; None if that is the stored one."""
+
+
+Places = dict[Hashable, Located]
+"""Packed tensors that have been located."""
+
+
+class RangeReader(Protocol):
+    """Reads and counts the ranges that tell where tensors are."""
+
+    async def read_places(self, places: Sequence[tuple[str, int, int]]) -> Sequence[bytearray]:
+        """Return the bytes of short ranges, merging nearby ones into one request."""
+        ...
+
+    async def read_range(self, location: str, begin: int, end: int, buffers: Sequence[Buffer]) -> None:
+        """Read a range into buffers."""
+        ...
 
 
 def place_bytes(view: memoryview, at: int, data: memoryview) -> None:

@@ -35,7 +35,6 @@ from snapshot.manifest.containers import (
     TupleEntry,
 )
 from snapshot.manifest.document import METADATA, Document, FileEntry, ForeignFile
-from snapshot.manifest.entries import TensorEntry
 from snapshot.manifest.paths import decode_component, encode_key
 from snapshot.tensors.digest import digest_range
 
@@ -331,11 +330,6 @@ def is_absence(storage: Storage, error: StorageError) -> bool:
     if isinstance(error, StorageNotFoundError) or error.errno == errno.ENOTDIR:
         return True
     return error.errno == errno.EACCES and not storage.capabilities.list
-
-
-def is_embedded(stored: TensorEntry) -> bool:
-    """Return True if a tensor's bytes are not simply those of its range."""
-    return stored.serializer != "raw"
 
 
 def check_location(path: Any, where: object) -> str:

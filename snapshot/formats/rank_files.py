@@ -14,11 +14,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
-from snapshot.formats.foreign import ForeignDocument, make_dict, make_document
+from snapshot.formats import zip_archive
+from snapshot.formats.foreign import HEAD, ForeignDocument, make_dict, make_document, refuse_file
+from snapshot.formats.packed_tensors import find_layout, place_elements
 from snapshot.formats.pickled_objects import INLINE, is_refused, locate_object
 from snapshot.formats.registry import SearchedFolder
 from snapshot.formats.to_entries import make_container
-from snapshot.formats.torch_save import FORMAT, VALUE, TorchFiles
+from snapshot.formats.torch_save import FORMAT, VALUE, TorchFile
+from snapshot.formats.zip_archive import read_range
 from snapshot.io.aio import gather_limited
 from snapshot.io.storage import Storage
 from snapshot.manifest.containers import Container
@@ -28,6 +31,7 @@ from snapshot.manifest.paths import encode_component
 from snapshot.manifest.rank_view import MOST_RANKS
 from snapshot.manifest.values import Scalar
 from snapshot.tensors.digest import digest_range
+from snapshot.tensors.memory import contiguous_strides
 
 _NAME = re.compile(
     r"(?!.*mp_rank_)(?P<item>.*?)[-_.]?(world_size_(?P<world>[0-9]{1,6})[-_])?"
@@ -143,6 +147,51 @@ class RankFile(NamedTuple):
     sums: dict[int, tuple[int, int]]
     """Checksum and size of each archive member, by the begin of its header; the checksum is 0 if there is none."""
     root: Container | None
+
+
+class TorchFiles:
+    """Opens files of one checkpoint, and limits the length of all their pickles together."""
+
+    def __init__(self, storage: Storage, limit: int) -> None:
+        self.storage = storage
+        self._limit = self._left = limit
+        self.length = 0
+        """Length of all pickles so far, as limits count it."""
+
+    async def open(self, name: str) -> TorchFile:
+        """Open a file by its name."""
+        found = await self.storage.stat(name)
+        try:
+            saved = await TorchFile.open(self.storage, name, found.size, self._limit)
+        except (CorruptSnapshotError, UnsupportedFormatError) as error:
+            head = await read_range(self.storage, name, 0, min(HEAD, found.size))
+            if not head.startswith(zip_archive.SIGNATURE):
+                raise refuse_file(self.storage.url, name, head) from error
+            raise
+        saved.token = found.token
+        self._left -= saved.length
+        self.length += saved.length
+        if self._left < 0:
+            raise CorruptSnapshotError(
+                f"{self.storage.url}: the pickles of its files exceed the limit of {self._limit:,} bytes"
+            )
+        return saved
+
+
+async def find_raw_range(storage: Storage, entry: TensorEntry) -> TensorEntry:
+    """Return the entry of a contiguous tensor in an archive with the range of its bytes, from its member's header.
+
+    Many parts of one tensor then need one look. A compressed tensor, or one in the other byte order, remains packed.
+    """
+    if entry.serializer != "zip":
+        return entry
+    begin, end = entry.byte_range
+    head = await read_range(storage, entry.location, begin, min(end, begin + zip_archive.HEADER))
+    where = str(storage.url.join(entry.location))
+    layout = find_layout(where, entry, head, b"")
+    if layout.strides != contiguous_strides(entry.shape):
+        raise CorruptSnapshotError(f"{where}: the tensor is not contiguous")
+    return place_elements(entry, layout, entry.location)
 
 
 class _Reader:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import collections
 import io
-import math
 import pickle
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,197 +16,17 @@ import torch
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats import zip_archive
-from snapshot.formats.decompressors import find_decompressor
-from snapshot.formats.foreign import HEAD as HEAD_OF_FILE
-from snapshot.formats.foreign import ForeignDocument, make_document, refuse_file, refuse_zip
+from snapshot.formats.foreign import ForeignDocument, make_document, refuse_zip
 from snapshot.formats.pickled_objects import INLINE, is_refused, locate_object
 from snapshot.formats.safe_pickle import PickleLimits, evaluate_pickle, expect_stored
 from snapshot.formats.to_entries import RebuiltTensor, make_container, make_entries, make_tensor_entry, rebuild_tensor
 from snapshot.formats.zip_archive import MoreBytesNeeded, ZipArchive, open_archive, read_range
 from snapshot.io.storage import Storage
-from snapshot.io.system import PerProcess
 from snapshot.manifest.containers import Container
 from snapshot.manifest.document import ForeignFile
-from snapshot.manifest.entries import PLAIN, ObjectEntry, ShardedTensorEntry, TensorEntry
-from snapshot.tensors.memory import BY_NAME, ITEMSIZE, contiguous_strides, measure_span
+from snapshot.manifest.entries import ShardedTensorEntry, TensorEntry
+from snapshot.tensors.memory import BY_NAME, ITEMSIZE, contiguous_strides
 from snapshot.text import counted
-
-# Location of a packed tensor's bytes: after headers, compressed, or in the other byte order.
-#
-# An entry's `serializer` names the packing: `torch_save` (a whole archive with one tensor), `zip` (a member of an
-# archive, with its header), or `array` (only elements). Transforms may precede it: `zstd+torch_save`, `deflate+zip`,
-# `swapped+conj+zip`, `zstd+array`.
-
-HEAD = 4096
-"""Bytes at both ends of a long archive that nearly always locate its one tensor."""
-LONGEST_HEAD = 1 << 20
-MOST_ALIKE = 1024
-PIECE = 1024
-"""Bytes that are decompressed at once: they can expand a thousandfold or more."""
-
-
-class EmbeddedLayout(msgspec.Struct, gc=False, frozen=True):
-    """Location of a tensor's storage, and the tensor's layout in it."""
-
-    begin: int
-    """Begin of the storage: in the file, or in the decompressed bytes."""
-    nbytes: int
-    strides: tuple[int, ...]
-    offset: int
-    swapped: bool = False
-    """True if the bytes are in the other order."""
-    conj: bool = False
-    """True if the tensor is the complex conjugate of the stored values."""
-    neg: bool = False
-    """True if the tensor is the negative of the stored values."""
-
-    @property
-    def plain(self) -> bool:
-        """True if the stored bytes are the tensor's."""
-        return not (self.swapped or self.conj or self.neg)
-
-
-def is_streamed(stored: TensorEntry | ObjectEntry) -> bool:
-    """Return True if the bytes can be read only in order from the first one."""
-    return find_decompressor(_transform_of(stored)) is not None
-
-
-def _transform_of(stored: TensorEntry | ObjectEntry) -> str:
-    return stored.serializer.partition("+")[0]
-
-
-def is_archived(stored: TensorEntry | ObjectEntry) -> bool:
-    """Return True if the range is a whole archive."""
-    return stored.serializer.endswith("torch_save")
-
-
-def find_layout(path: str, stored: TensorEntry, head: Any, tail: Any) -> EmbeddedLayout:
-    """Return a tensor's layout from the first and last bytes of its range, after decompression.
-
-    `head` begins with the range; for a member, its header is sufficient. Raises MoreBytesNeeded otherwise.
-    """
-    begin, end = stored.byte_range
-    *transforms, kind = stored.serializer.split("+")
-    begin = 0 if is_streamed(stored) else begin
-    try:
-        if kind in ("zip", "array"):
-            extra = stored.extra or PLAIN
-            strides = extra.strides or contiguous_strides(stored.shape)
-            if kind == "array" and not is_streamed(stored):
-                at, nbytes = 0, end - begin
-            elif is_streamed(stored):
-                at, nbytes = 0, measure_span(stored.shape, strides) + (extra.storage_offset or 0)
-                nbytes *= ITEMSIZE[stored.dtype]
-            else:
-                at = zip_archive.find_data_begin(head)
-                nbytes = end - begin - at
-            turned = [each in transforms for each in ("swapped", "conj", "neg")]
-            found = EmbeddedLayout(begin + at, nbytes, strides, extra.storage_offset or 0, *turned)
-        elif kind == "torch_save":
-            length = len(tail) if "zstd" in transforms else end - begin
-            at, nbytes, tensor, swapped = _find_cached(stored, head, tail, length)
-            if stored.extra is not None and stored.extra.storage_offset is not None:
-                tensor = _cut_flat(tensor, stored.extra.storage_offset, stored.shape)
-            if tensor.dtype != stored.dtype or tensor.shape != stored.shape:
-                raise ValueError(
-                    f"must be {stored.dtype}{list(stored.shape)} by its entry, got {tensor.dtype}{list(tensor.shape)}"
-                )
-            found = EmbeddedLayout(
-                begin + at, nbytes, tensor.strides, tensor.offset, swapped, "conj" in tensor.bits, "neg" in tensor.bits
-            )
-        else:
-            raise UnsupportedFormatError(f"{path}: unknown serializer ({kind})")
-    except MoreBytesNeeded:
-        raise
-    except (ValueError, struct.error) as error:
-        raise CorruptSnapshotError(f"{path}: {stored.location}[{begin}:{end}]: {error}") from error
-    reach = (found.offset + measure_span(stored.shape, found.strides)) * ITEMSIZE[stored.dtype]
-    if math.prod(stored.shape) and reach > found.nbytes:
-        raise CorruptSnapshotError(
-            f"{path}: the tensor ends at byte {reach:,}, but its storage has {counted(found.nbytes, 'byte')}"
-        )
-    return found
-
-
-def _cut_flat(tensor: RebuiltTensor, begin: int, shape: tuple[int, ...]) -> RebuiltTensor:
-    """Return a run of a contiguous tensor's elements, as a tensor of some shape."""
-    if tensor.strides != contiguous_strides(tensor.shape) or begin + math.prod(shape) > math.prod(tensor.shape):
-        raise ValueError(f"must have {math.prod(shape):,} elements from {begin:,} on, got {list(tensor.shape)}")
-    return msgspec.structs.replace(tensor, shape=shape, strides=contiguous_strides(shape), offset=tensor.offset + begin)
-
-
-Alike = dict[tuple[int, str, tuple[int, ...]], tuple[bytes, tuple[int, int, RebuiltTensor, bool]]]
-_known_archives: PerProcess[Alike] = PerProcess(dict)
-"""Cache of parsed archives by length, dtype and shape: the bytes before the tensor, and the result of parsing them.
-Archives of one writer differ in nothing else."""
-
-
-def _find_cached(stored: TensorEntry, head: Any, tail: Any, length: int) -> tuple[int, int, RebuiltTensor, bool]:
-    """Return the result of `_find_in_archive`, cached for many similar archives."""
-    key = length, stored.dtype, stored.shape
-    known = _known_archives.get().get(key)
-    if known is not None and head[: len(known[0])] == known[0]:
-        return known[1]
-    found = _find_in_archive(head, tail, length)
-    if found[0]:
-        if len(_known_archives.get()) >= MOST_ALIKE:
-            _known_archives.get().clear()
-        _known_archives.get()[key] = bytes(head[: found[0]]), found
-    return found
-
-
-def _find_in_archive(head: Any, tail: Any, length: int) -> tuple[int, int, RebuiltTensor, bool]:
-    """Return (begin, length, tensor, swapped) of the storage in an archive with one tensor.
-
-    `swapped` is True if the bytes are in the other byte order.
-    """
-    archive = ZipArchive.parse(tail, length)
-    found = archive.named
-    if "data.pkl" not in found or any(each.method != zip_archive.STORED for each in archive.members):
-        raise ValueError("not a torch archive with one tensor")
-    try:
-        tensor = read_tensor(archive.read(found["data.pkl"], head))
-        order = archive.read(found["byteorder"], head) if "byteorder" in found else b"little"
-        storage = found.get(f"data/{tensor.storage}")
-        if storage is None:
-            if math.prod(tensor.shape):
-                raise ValueError("the archive lacks the tensor's bytes")
-            return 0, 0, tensor, False
-        at, end = archive.locate(storage, head)
-    except MoreBytesNeeded as short:
-        raise MoreBytesNeeded(short.args[0] + HEAD, len(tail)) from short
-    return at, end - at, tensor, order == b"big"
-
-
-@lru_cache(maxsize=1024)
-def read_tensor(content: bytes) -> RebuiltTensor:
-    """Return the single tensor in a pickle. Tensors of one shape have equal pickles."""
-    found = rebuild_tensor(evaluate_pickle(content, "the tensor"))
-    if found is None:
-        raise ValueError("the pickle must have one plain tensor")
-    return found
-
-
-def decode_object(path: str, stored: ObjectEntry, data: bytearray, most: int) -> bytearray:
-    """Return `most` bytes of an object, after decompression."""
-    if not is_streamed(stored):
-        return data
-    decode, made = make_decoder(path, stored), bytearray()
-    for at in range(0, len(data), PIECE):
-        made += decode(bytes(data[at : at + PIECE]))
-        if len(made) > most:
-            raise CorruptSnapshotError(f"{path}: decompressed size is far larger than the stored size")
-    return made
-
-
-def make_decoder(path: str, stored: TensorEntry | ObjectEntry) -> Callable[[bytes], bytes]:
-    """Return a function that unpacks a range's bytes, given in short pieces from the first one."""
-    codec = _transform_of(stored)
-    make = find_decompressor(codec)
-    if make is None:
-        raise UnsupportedFormatError(f"{path}: is packed by {codec!r}, which no installed format unpacks")
-    return make(path)
-
 
 # Archives in the format of torch.save, laid out before their bytes are known.
 #
@@ -448,12 +267,6 @@ def pickle_state(
     return file.getvalue(), pickler.storages
 
 
-@lru_cache(maxsize=1024)
-def pickle_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Return the pickle of one tensor in its own archive. Tensors of one shape have equal pickles."""
-    return pickle_state(AbsentTensor("0", dtype, shape))[0]
-
-
 # Files of torch.save (since torch 1.6): an archive with one pickle, and a member for each storage.
 
 FORMAT = "torch.save"
@@ -485,35 +298,6 @@ async def describe_file(storage: Storage, name: str, size: int, limit: int) -> F
         root=root,
         inline=bytes(inline) or b"\0",
     )
-
-
-class TorchFiles:
-    """Opens files of one checkpoint, and limits the length of all their pickles together."""
-
-    def __init__(self, storage: Storage, limit: int) -> None:
-        self.storage = storage
-        self._limit = self._left = limit
-        self.length = 0
-        """Length of all pickles so far, as limits count it."""
-
-    async def open(self, name: str) -> TorchFile:
-        """Open a file by its name."""
-        found = await self.storage.stat(name)
-        try:
-            saved = await TorchFile.open(self.storage, name, found.size, self._limit)
-        except (CorruptSnapshotError, UnsupportedFormatError) as error:
-            head = await read_range(self.storage, name, 0, min(HEAD_OF_FILE, found.size))
-            if not head.startswith(zip_archive.SIGNATURE):
-                raise refuse_file(self.storage.url, name, head) from error
-            raise
-        saved.token = found.token
-        self._left -= saved.length
-        self.length += saved.length
-        if self._left < 0:
-            raise CorruptSnapshotError(
-                f"{self.storage.url}: the pickles of its files exceed the limit of {self._limit:,} bytes"
-            )
-        return saved
 
 
 class TorchFile:
@@ -600,28 +384,6 @@ class TorchFile:
         entry.location, entry.byte_range = self.name, (member.header, self._archive.ends[member.header])
         entry.serializer = f"{packed}zip"
         return entry
-
-
-async def find_raw_range(storage: Storage, entry: TensorEntry) -> TensorEntry:
-    """Return the entry of a contiguous tensor in an archive with the range of its bytes, from its member's header.
-
-    Many parts of one tensor then need one look. A compressed tensor, or one in the other byte order, remains packed.
-    """
-    if entry.serializer != "zip":
-        return entry
-    begin, end = entry.byte_range
-    head = await read_range(storage, entry.location, begin, min(end, begin + zip_archive.HEADER))
-    try:
-        extra = entry.extra or PLAIN
-        if extra.strides not in (None, contiguous_strides(entry.shape)):
-            raise ValueError("the tensor is not contiguous")
-        low = begin + zip_archive.find_data_begin(head) + (extra.storage_offset or 0) * ITEMSIZE[entry.dtype]
-        high = low + math.prod(entry.shape) * ITEMSIZE[entry.dtype]
-        if high > end:
-            raise ValueError("a member ends before its tensor")
-    except ValueError as error:
-        raise CorruptSnapshotError(f"{storage.url.join(entry.location)}: {error}") from error
-    return TensorEntry(entry.location, (low, high), entry.dtype, entry.shape)
 
 
 async def _read_member(storage: Storage, file: str, archive: ZipArchive, name: str, limit: int) -> tuple[bytes, int]:

@@ -12,14 +12,14 @@ import msgspec
 import torch
 
 from snapshot.errors import CorruptSnapshotError, RestoreError, UnsupportedFormatError
-from snapshot.formats.foreign import ForeignDocument, is_embedded
+from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.pickled_objects import INLINE
 from snapshot.io.aio import gather_limited, in_thread
 from snapshot.io.session import Session
 from snapshot.io.storage import Buffer, FileStat, ReadOnlyStorage, Storage
 from snapshot.io.url import URL, Location
 from snapshot.loading.open import Opened, open_checkpoint
-from snapshot.loading.read_requests import ReadRequest, copy_into, request_all
+from snapshot.loading.read_requests import ReadRequest, copy_into, is_packed, request_all, request_packed
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import (
     BaseReference,
@@ -116,11 +116,10 @@ def _check_entry(path: str, entry: e.Entry, files: Files, *, partial: bool) -> N
 
 
 def _request_of(path: str, stored: e.TensorEntry | e.ObjectEntry) -> ReadRequest:
-    """Return a request for a whole stored range. An embedded tensor is also compared with its entry."""
-    request = request_all(path, stored)
-    if isinstance(stored, e.TensorEntry) and is_embedded(stored):
-        request.opens = lambda layout: []
-    return request
+    """Return a request for a whole stored range. A packed tensor is also compared with its entry."""
+    if isinstance(stored, e.TensorEntry) and is_packed(stored):
+        return request_packed(path, stored, lambda _: (), lambda _: [])
+    return request_all(path, stored)
 
 
 TABLE = "digests"

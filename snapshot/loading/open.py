@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from snapshot.errors import (
     UnsupportedFormatError,
 )
 from snapshot.formats import zip_archive
-from snapshot.formats.derived import Derivation, DerivedStorage
+from snapshot.formats.derived import Derivation, DerivedStorage, Located, Places, RangeReader
 from snapshot.formats.foreign import (
     LINKLESS,
     ForeignDocument,
@@ -51,7 +51,7 @@ from snapshot.manifest.document import (
     find_save_id,
     merge,
 )
-from snapshot.manifest.entries import needs_third_format
+from snapshot.manifest.entries import TensorEntry, needs_third_format
 from snapshot.manifest.parts import ManifestPart, decode_index, decode_part, decode_segment
 from snapshot.manifest.rank_view import has_path, is_rank
 from snapshot.progress import unmetered
@@ -71,6 +71,7 @@ class Opened:
     """Its files as they are stored. Their bytes are verified if there is a key."""
     storage: Storage
     """Its files, with derived ones: compressed files as if they were not, and weights for quantised ones."""
+    places: Places = field(default_factory=dict)
 
     @property
     def url(self) -> URL:
@@ -94,6 +95,12 @@ class Opened:
     def as_stored(self) -> Opened:
         """Return the checkpoint, with compressed files as they are stored."""
         return replace(self, storage=self.stored)
+
+    async def locate(self, tensors: Sequence[tuple[str, TensorEntry]], reader: RangeReader) -> list[Located]:
+        """Return where the elements of long packed tensors are, given by names and entries."""
+        from snapshot.formats.packed_tensors import locate_tensors  # only other libraries' files have such tensors
+
+        return await locate_tensors(reader, tensors, self.places, lambda: self.session.packed_memory)
 
 
 # Verification of the checksums in other libraries' archives, before their contents are used.

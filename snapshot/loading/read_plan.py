@@ -16,22 +16,22 @@ import numpy as np
 import torch
 
 from snapshot.errors import CorruptSnapshotError, RestoreError, UnsafeObjectError
-from snapshot.formats.foreign import is_embedded
 from snapshot.formats.pickled_objects import SavedFile, find_object, is_refused, load_object, run_pickle
 from snapshot.formats.to_entries import NotPlainError, read_plain_value
-from snapshot.formats.torch_save import EmbeddedLayout, decode_object, is_archived
 from snapshot.io.accelerators import accelerator_of, await_host_copies
 from snapshot.loading.left_out import LeftOut
 from snapshot.loading.open import Opened
 from snapshot.loading.read_requests import (
     ReadRequest,
     SharedRanges,
-    add_embedded_requests,
     add_requests,
     copy_into,
+    is_packed,
     place_of,
     request_all,
     request_mapped,
+    request_packed,
+    request_strided,
 )
 from snapshot.loading.reader import ReadResult, fetch_requests
 from snapshot.manifest import entries as e
@@ -43,7 +43,7 @@ from snapshot.state import leaves
 from snapshot.tensors import composite
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.geometry import Box, intersect, whole_box
-from snapshot.tensors.memory import BY_NAME, ITEMSIZE, NAMES, address_of, is_plain
+from snapshot.tensors.memory import BY_NAME, ITEMSIZE, NAMES, address_of, is_flat, is_plain
 from snapshot.text import listed
 
 # Claims on stored bytes: new values must not take far more memory than the files have bytes.
@@ -61,7 +61,7 @@ class MemoryClaims:
         self._unclaimed = sum(file.size for file in files.values())
         """Bytes of the files that no new value uses yet."""
         self.room = ROOM + MOST_TIMES * self._unclaimed
-        """Bytes that new values from embedded tensors or views may still take."""
+        """Bytes that new values from packed tensors or views may still take."""
 
     def claim(self, path: str, stored: e.TensorEntry | e.ObjectEntry, *what: Any) -> None:
         """Raise if new values would take more memory than the files have bytes.
@@ -71,7 +71,7 @@ class MemoryClaims:
         place = stored.location, stored.byte_range
         if not stored.nbytes:
             return
-        if isinstance(stored, e.TensorEntry) and is_embedded(stored):
+        if isinstance(stored, e.TensorEntry) and is_packed(stored):
             self.room -= math.prod(stored.shape) * ITEMSIZE[stored.dtype]
             if self.room < 0:
                 raise CorruptSnapshotError(
@@ -219,8 +219,11 @@ class ReadPlan:
 
         def finish() -> None:
             held, serializer = data, entry.serializer
-            if isinstance(self.files[entry.location], ForeignFile) and is_archived(entry):
-                held, serializer = decode_object(path, entry, data, self._claims.room), "torch_save"
+            if isinstance(self.files[entry.location], ForeignFile) and serializer.endswith("torch_save"):
+                if serializer != "torch_save":
+                    from snapshot.formats.packed_tensors import decode_object  # few checkpoints have packed objects
+
+                    held, serializer = decode_object(path, entry, data, self._claims.room), "torch_save"
                 self._claims.room -= len(held)
             try:
                 self.values[path] = load_object(
@@ -454,7 +457,7 @@ class ReadPlan:
 
         The bytes are copied to a tensor of the box's shape.
         """
-        if not is_embedded(stored) and not self.files[stored.location].in_base:
+        if not is_packed(stored) and not self.files[stored.location].in_base:
             return add_requests(self.requests, path, stored, piece, target=target, box=box, live=live)
         shared = intersect(piece, box)
         if shared is None:
@@ -464,14 +467,16 @@ class ReadPlan:
             return shared.numel
         part = target.detach()[shared.relative_to(box.offsets).slices()]
         inner = shared.relative_to(piece.offsets)
-        finish = self._finish  # not `self`, which holds the request: no reference cycle
-
-        def opens(layout: EmbeddedLayout) -> list[ReadRequest]:
-            return add_embedded_requests(path, stored, layout, inner, target=part, live=live, finish=finish)
-
-        request = request_all(path, stored, 0, None, live)
-        request.opens = opens
-        request.device = accelerator_of(target)
+        same = inner.sizes == stored.shape and part.dtype == BY_NAME[stored.dtype] and part.is_cpu and is_flat(part)
+        request = request_packed(
+            path,
+            stored,
+            lambda elements: [(part, elements[inner.slices()])],
+            partial(request_strided, path, box=inner, target=part, live=live, finish=self._finish),
+            flat=part if same else None,
+            live=live,
+            device=accelerator_of(target),
+        )
         self.requests.append(request)
         return shared.numel
 

@@ -11,8 +11,6 @@ from typing import Any
 import msgspec
 import torch
 
-from snapshot.formats.foreign import is_embedded
-from snapshot.formats.torch_save import EmbeddedLayout
 from snapshot.io.accelerators import accelerator_of
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Files
@@ -29,7 +27,15 @@ from snapshot.tensors.geometry import (
     is_flat_range,
     whole_box,
 )
-from snapshot.tensors.memory import BY_NAME, ITEMSIZE, contiguous_strides, find_enclosing_tensor, is_flat, measure_span
+from snapshot.tensors.memory import (
+    BY_NAME,
+    ITEMSIZE,
+    contiguous_strides,
+    copy_memory,
+    find_enclosing_tensor,
+    is_flat,
+    measure_span,
+)
 
 # Read requests: ranges of files, with their destination and their verification.
 
@@ -57,8 +63,8 @@ class ReadRequest(msgspec.Struct, gc=False):
     """The accelerator of its destination, if it is on one."""
     also: tuple[str, ...] = ()
     """Names of further tensors that the range is placed in."""
-    opens: Callable[[EmbeddedLayout], list[ReadRequest]] | None = None
-    """For an embedded tensor: returns the requests for the file itself, once its position in the range is known."""
+    opens: Callable[[TensorEntry], list[ReadRequest]] | None = None
+    """For a packed tensor that must be located: returns the requests for its elements, once their place is known."""
 
 
 class SharedRanges:
@@ -72,7 +78,7 @@ class SharedRanges:
         added = requests[first:]
         del requests[first:]
         for request in added:
-            if request.address or request.opens is not None or request.place is None:
+            if request.address or request.place is None:
                 requests.append(request)
                 continue
             stored = request.stored
@@ -275,7 +281,45 @@ def request_grid(
     yield from _request_box(path, stored, inner, place, live=live, device=accelerator_of(target))
 
 
-def request_embedded_grid(
+def is_packed(stored: e.TensorEntry) -> bool:
+    """Return True if a tensor's bytes are not simply those of its range."""
+    return stored.serializer != "raw"
+
+
+def request_packed(
+    path: str,
+    stored: e.TensorEntry,
+    copies: Callable[[torch.Tensor], Iterable[Copy]],
+    opens: Callable[[e.TensorEntry], list[ReadRequest]],
+    *,
+    flat: torch.Tensor | None = None,
+    live: bool = False,
+    device: torch.device | None = None,
+) -> ReadRequest:
+    """Return the request for a packed tensor. A short one is unpacked on arrival: `copies` has those of its elements.
+
+    `flat` is the destination of all elements, if that is contiguous host memory of the same dtype.
+    """
+    from snapshot.formats import packed_tensors  # only other libraries' files have such tensors
+
+    request = request_all(path, stored, 0, None, live)
+    request.device = device
+    if not packed_tensors.is_short(stored):
+        request.opens = opens
+        return request
+
+    def place(start: int, data: torch.Tensor) -> Iterable[Copy]:
+        held, strides = packed_tensors.unpack(path, stored, data)
+        if flat is not None and strides == contiguous_strides(stored.shape):
+            copy_memory(flat.data_ptr(), held.data_ptr(), flat.nbytes)
+            return ()  # in one step, since most tensors are short
+        return copies(packed_tensors.view_elements(stored, held, strides))
+
+    request.place = place
+    return request
+
+
+def request_packed_grid(
     path: str,
     stored: e.TensorEntry,
     piece: Box,
@@ -286,29 +330,25 @@ def request_embedded_grid(
     live: bool,
     finish: list[Callable[[], None]],
 ) -> Iterator[ReadRequest]:
-    """Yield the request for the elements of a grid in an embedded piece, whose layout is not known yet."""
+    """Yield the request for the elements of a grid in a packed piece."""
     shared = intersect(piece, grid.cover("source"))
     if shared is None or not grid.clip("source", piece):
         return
 
-    def opens(layout: EmbeddedLayout) -> list[ReadRequest]:
-        if layout.strides == contiguous_strides(stored.shape):
-            begin = layout.begin + layout.offset * ITEMSIZE[stored.dtype]
-            end = begin + math.prod(stored.shape) * ITEMSIZE[stored.dtype]
-            raw = e.TensorEntry(stored.location, (begin, end), stored.dtype, stored.shape)
-            return list(request_grid(path, raw, piece, grid=grid, target=target, origin=origin, live=live))
+    def copies(elements: torch.Tensor, box: Box = piece) -> Iterator[Copy]:
+        for each in grid.clip("source", box):
+            yield each.view("target", target, origin), each.view("source", elements, box.offsets)
+
+    def opens(located: e.TensorEntry) -> list[ReadRequest]:
+        if not is_packed(located):
+            return list(request_grid(path, located, piece, grid=grid, target=target, origin=origin, live=live))
         held = torch.empty(shared.sizes, dtype=BY_NAME[stored.dtype])
         inner = shared.relative_to(piece.offsets)
-        requests = add_embedded_requests(path, stored, layout, inner, target=held, live=live, finish=finish)
-        for each in grid.clip("source", shared):
-            views = each.view("target", target, origin), each.view("source", held, shared.offsets)
-            finish.append(partial(copy_into, *views))
+        requests = request_strided(path, located, box=inner, target=held, live=live, finish=finish)
+        finish.extend(partial(copy_into, *each) for each in copies(held, shared))
         return requests
 
-    request = request_all(path, stored, 0, None, live)
-    request.opens = opens
-    request.device = accelerator_of(target)
-    yield request
+    yield request_packed(path, stored, copies, opens, live=live, device=accelerator_of(target))
 
 
 def _enclosing_blocks(stored: e.TensorEntry, low: int, high: int) -> tuple[int, int]:
@@ -325,34 +365,32 @@ def _whole_blocks(stored: e.TensorEntry, low: int, high: int) -> tuple[int, int]
     return begin + -(-(low - begin) // BLOCK) * BLOCK, high if high == end else begin + (high - begin) // BLOCK * BLOCK
 
 
-def add_embedded_requests(
+def request_strided(
     path: str,
     stored: e.TensorEntry,
-    layout: EmbeddedLayout,
-    box: Box,
     *,
+    box: Box,
     target: torch.Tensor,
     live: bool,
     finish: list[Callable[[], None]],
 ) -> list[ReadRequest]:
-    """Return the requests for a box of an embedded tensor, into a tensor of the box's shape."""
+    """Return the requests for a box of a tensor with any strides, into a tensor of the box's shape."""
     itemsize = ITEMSIZE[stored.dtype]
-    begin = layout.begin + layout.offset * itemsize
+    begin, end = stored.byte_range
+    strides = (stored.extra or e.PLAIN).strides
     requests: list[ReadRequest] = []
-    if layout.strides == contiguous_strides(stored.shape):
-        end = begin + math.prod(stored.shape) * itemsize
-        raw = e.TensorEntry(stored.location, (begin, end), stored.dtype, stored.shape)
-        add_requests(requests, path, raw, whole_box(stored.shape), target=target, box=box, live=live)
+    if strides is None:
+        add_requests(requests, path, stored, whole_box(stored.shape), target=target, box=box, live=live)
         return requests
-    found = find_enclosing_tensor(stored.shape, layout.strides)
+    found = find_enclosing_tensor(stored.shape, strides)
     if found is None:  # overlapping or repeated elements: read in file order, then copied
-        count = measure_span(stored.shape, layout.strides)
+        count = measure_span(stored.shape, strides)
         held = torch.empty(count, dtype=BY_NAME[stored.dtype])
         raw = e.TensorEntry(stored.location, (begin, begin + count * itemsize), stored.dtype, (count,))
         requests.append(request_all(path, raw, held.data_ptr(), None, live))
-        finish.append(lambda: copy_into(target, held.as_strided(stored.shape, layout.strides)[box.slices()]))
+        finish.append(lambda: copy_into(target, held.as_strided(stored.shape, strides)[box.slices()]))
         return requests
-    end = min(begin + math.prod(found.sizes) * itemsize, layout.begin + layout.nbytes)
+    end = min(begin + math.prod(found.sizes) * itemsize, end)
     raw = e.TensorEntry(stored.location, (begin, end), stored.dtype, found.sizes)
     offsets = tuple(box.offsets[axis] for axis in found.order) + (0,) * found.padded
     sizes = tuple(box.sizes[axis] for axis in found.order) + (1,) * found.padded
@@ -485,8 +523,8 @@ def request_mapped(
                     continue
                 given: Any = {"grid": grid, "target": target, "origin": box.offsets, "live": live}
                 for piece, stored in pieces:
-                    if is_embedded(stored):
-                        yield from request_embedded_grid(path, stored, piece, finish=finish, **given)
+                    if is_packed(stored):
+                        yield from request_packed_grid(path, stored, piece, finish=finish, **given)
                     else:
                         yield from request_grid(path, stored, piece, **given)
 

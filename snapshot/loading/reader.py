@@ -8,31 +8,20 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-
-import msgspec
+from typing import NamedTuple
 
 from snapshot.errors import CorruptSnapshotError, StorageNotFoundError
 from snapshot.events import emit
-from snapshot.formats.torch_save import (
-    HEAD,
-    LONGEST_HEAD,
-    EmbeddedLayout,
-    find_layout,
-    is_archived,
-    is_streamed,
-)
-from snapshot.formats.zip_archive import MoreBytesNeeded
+from snapshot.formats.derived import DerivedStorage, InOrder, Located
 from snapshot.io.accelerators import await_current_streams
 from snapshot.io.aio import in_thread, inline, pop_first, run_inline, shielded
-from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import cancel_all, run
-from snapshot.io.storage import Buffer, Storage
+from snapshot.io.storage import Buffer
 from snapshot.loading.device_fills import DEVICE_LANES, DEVICE_PART, DeviceFills, PartFill
-from snapshot.loading.embedded import EmbeddedParser, locate_embedded, parse_whole
 from snapshot.loading.open import Opened
 from snapshot.loading.read_requests import BlockCheck, ReadRequest, slot_bytes
 from snapshot.manifest.entries import TensorEntry
-from snapshot.plan.layout import ReadPart, plan_reads
+from snapshot.plan.layout import FileRange, ReadPart, plan_reads
 from snapshot.progress import Meter, unmetered
 from snapshot.tensors.digest import BLOCK, block_digest, digest_range, digest_table
 from snapshot.tensors.memory import wrap_memory
@@ -41,27 +30,19 @@ from snapshot.text import listed
 # A request with an address is read into it. Other requests go through a slot, and are copied once they are verified
 # as far as possible. Every byte of storage is fetched once.
 
-LOOK = 1 << 20
-"""Bytes per read of a range that must be parsed sequentially."""
-
 SHARES = 8192
 """Maximum number of ranges that are read at once from files. Each takes some hundred bytes of memory until then."""
 
-Followed = tuple[ReadRequest, EmbeddedLayout | None]
-"""A range that is parsed from its first byte, or from the start of its tensor's storage if that is known."""
 HOST_LANES = 4
 """The number of threads that read files to host memory."""
-TRIES = 4
-"""Maximum attempts to find an archive's directory, reading more bytes each time."""
 
 
-class _Table(msgspec.Struct, gc=False):
-    """The location of a table of digests, and the bytes that were read of it."""
+class _Run(NamedTuple):
+    """Requests for a derived file that is read in order, and the number of stored bytes that they need."""
 
-    location: str
-    begin: int
-    end: int
-    held: bytearray
+    file: InOrder
+    requests: list[ReadRequest]
+    nbytes: int
 
 
 @dataclass
@@ -80,18 +61,12 @@ class ReadResult:
 
 
 class Reader:
-    """Reads ranges from one storage."""
+    """Reads ranges from the storage of a checkpoint."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        budget: MemoryBudget,
-        *,
-        verify: bool,
-        wanted_part: int = 0,
-        touched: set[str] | None = None,
-    ) -> None:
-        self._storage = storage
+    def __init__(self, opened: Opened, *, verify: bool, touched: set[str] | None = None) -> None:
+        self._opened = opened
+        self._storage = storage = opened.storage
+        budget, wanted_part = opened.budget, opened.settings.part_bytes
         self._counting = threading.Lock()
         self._budget = budget
         self._verify = verify
@@ -132,15 +107,17 @@ class Reader:
 
     async def _all(self, requests: Sequence[ReadRequest], progress: Callable[[int], None]) -> None:
         lanes: list[asyncio.Task[None]] = []
-        followed: deque[Followed] = deque()  # queues, since the lanes may be threads
+        runs: deque[_Run] = deque()  # queues, since the lanes may be threads
         parts: deque[ReadPart] = deque()
 
         async def lane() -> None:
-            while (each := pop_first(followed)) is not None:
-                if self._stopped:
-                    return
-                await self._follow(*each)
-                progress(each[0].end - each[0].begin)
+            while (run := pop_first(runs)) is not None:
+                for each in plan_reads(run.requests, self._part, self._gap):
+                    if self._stopped:
+                        return
+                    await self._fetch(each, run.requests)
+                run.file.forget()
+                progress(run.nbytes)
             while (part := pop_first(parts)) is not None:
                 if self._stopped:
                     return
@@ -149,8 +126,7 @@ class Reader:
 
         try:
             if any(request.opens is not None for request in requests):
-                requests, more = await self._opened(requests)
-                followed.extend(more)
+                requests = await self._expand(requests, runs)
             to_device = any(request.device is not None for request in requests)
             if to_device:
                 self._fills = await in_thread(partial(DeviceFills, requests, self._budget.total, verify=self._verify))
@@ -166,7 +142,7 @@ class Reader:
             if inline():  # the caller reads several times in one thread
                 await lane()
                 return
-            count = min(self._lanes, len(parts) + len(followed))
+            count = min(self._lanes, len(parts) + len(runs))
             if self._blocking:
                 lanes += [asyncio.create_task(in_thread(run_inline, lane)) for _ in range(count)]
             else:
@@ -186,78 +162,29 @@ class Reader:
                 error.add_note(f"live tensors that were written: {', '.join(sorted(self.result.touched))}")
             raise
 
-    async def _opened(self, requests: Sequence[ReadRequest]) -> tuple[list[ReadRequest], list[Followed]]:
-        """Locate long embedded tensors and add requests for them, and return the ranges to parse sequentially.
+    async def locate(self, tensors: Sequence[tuple[str, TensorEntry]]) -> list[Located]:
+        """Return where the elements of long packed tensors are, given by names and entries. Only headers are read."""
+        return await self._opened.locate(tensors, self) if tensors else []
 
-        Short embedded tensors are parsed on arrival.
+    async def _expand(self, requests: Sequence[ReadRequest], runs: deque[_Run]) -> list[ReadRequest]:
+        """Replace requests for tensors that must be located by those for their elements.
+
+        Those that must be read in order are added to `runs`.
         """
-        found: list[ReadRequest] = []
-        long: list[ReadRequest] = []
-        followed: list[Followed] = []
-        for request in requests:
-            if request.opens is None or request.end - request.begin <= BLOCK:
-                found.append(request)
-            elif is_streamed(request.stored):
-                followed.append((request, None))
+        found = [request for request in requests if request.opens is None]
+        later = [request for request in requests if request.opens is not None]
+        tensors = [(request.name, request.stored) for request in later if isinstance(request.stored, TensorEntry)]
+        places = await self.locate(tensors)
+        derived = {each.entry.location: each.derivation for each in places if each.derivation is not None}
+        if derived:
+            self._storage = DerivedStorage(self._opened.storage, derived, {}, self._opened.session.packed_memory)
+        for request, place in zip(later, places, strict=True):
+            assert request.opens is not None
+            if place.derivation is not None:
+                runs.append(_Run(place.derivation, request.opens(place.entry), request.end - request.begin))
             else:
-                long.append(request)
-        heads = await self._heads(long, [(HEAD, HEAD if is_archived(request.stored) else 0) for request in long])
-        for request, held in zip(long, heads, strict=True):
-            stored = request.stored
-            assert isinstance(stored, TensorEntry)
-            for _ in range(TRIES):
-                try:
-                    layout = find_layout(request.name, stored, *held)
-                    break
-                except MoreBytesNeeded as short:
-                    most = min(request.end - request.begin, LONGEST_HEAD)
-                    lengths = [(min(most, max(HEAD, short.args[0])), min(most, max(HEAD, short.args[1])))]
-                    held = (await self._heads([request], lengths))[0]  # noqa: PLW2901 - the same, longer
-            else:
-                raise CorruptSnapshotError(f"{request.name}: not found in {request.location}[{request.begin}:...]")
-            if layout.plain:
-                found += locate_embedded(request, layout)
-            else:
-                followed.append((request, layout))
-        return found, followed
-
-    async def _heads(
-        self, requests: Sequence[ReadRequest], lengths: Sequence[tuple[int, int]]
-    ) -> list[tuple[bytearray, ...]]:
-        """Return the first and the last bytes of ranges."""
-        ranges: list[_Table] = []
-        for request, (first, last) in zip(requests, lengths, strict=True):
-            begin, end = request.begin, request.end
-            low, high = min(begin + first, end), max(begin, end - last)
-            ranges.append(_Table(request.location, begin, low, bytearray(low - begin)))
-            ranges.append(_Table(request.location, high, end, bytearray(end - high)))
-        await self._read_ranges(ranges)
-        return [(first.held, last.held) for first, last in zip(ranges[::2], ranges[1::2], strict=True)]
-
-    async def _follow(self, request: ReadRequest, layout: EmbeddedLayout | None) -> None:
-        """Read a range sequentially, and deliver its contents."""
-        parser = EmbeddedParser(request, layout)
-        begin = request.begin if layout is None else layout.begin
-        async with self._budget.slot(LOOK) as slot:
-
-            async def through(step: Callable[[memoryview], object]) -> None:
-                for at in range(begin, request.end, LOOK):
-                    if self._stopped:
-                        return
-                    piece = slot.view[: min(LOOK, request.end - at)]
-                    await self._storage.read_into(request.location, at, [piece])
-                    self._count(len(piece))
-                    if await in_thread(step, piece) is False:
-                        return
-
-            if parser.looks:
-                await through(parser.look)
-                await in_thread(parser.looked)
-            if request.live:
-                self.result.touched.add(request.name)
-            await through(parser.take)
-            if not self._stopped:
-                await in_thread(parser.taken)
+                found += request.opens(place.entry)
+        return found
 
     async def prepare_checks(self, requests: Sequence[ReadRequest]) -> None:
         """Read and verify the digest tables of partly requested ranges, which are then checked block by block."""
@@ -286,44 +213,44 @@ class Reader:
         self, tables: Mapping[tuple[str, int, int], list[ReadRequest]]
     ) -> dict[tuple[str, int, int], list[ReadRequest]]:
         """Read tables, merging nearby ones into one request. Return the tables that failed verification."""
-        ranges = [_Table(*where, bytearray(where[2] - where[1])) for where in tables]
-        await self._read_ranges(ranges)
         bad = {}
-        for (where, requests), table in zip(tables.items(), ranges, strict=True):
-            digest, held = digest_table(table.held), bytes(table.held)
+        for (where, requests), read in zip(tables.items(), await self.read_places(list(tables)), strict=True):
+            digest, held = digest_table(read), bytes(read)
             for request in requests:
                 request.check = BlockCheck(request.stored.nbytes, held)
                 if digest != request.stored.digest:
                     bad[where] = requests
         return bad
 
-    async def _read_ranges(self, ranges: Sequence[_Table]) -> None:
-        """Read short ranges into memory, merging nearby ones into one request."""
+    async def read_places(self, places: Sequence[tuple[str, int, int]]) -> list[bytearray]:
+        """Return the bytes of short ranges, merging nearby ones into one request."""
+        ranges = [FileRange(*place) for place in places]
+        found = [bytearray(each.end - each.begin) for each in ranges]
         at_once = asyncio.Semaphore(self._lanes)
 
         async def read(part: ReadPart) -> None:
             buffers: list[Buffer] = []
             position = part.begin
             for segment in part.segments:
-                table = ranges[segment.request]
+                begin, held = ranges[segment.request].begin, found[segment.request]
                 buffers.append(bytearray(segment.begin - position))
-                buffers.append(memoryview(table.held)[segment.begin - table.begin : segment.end - table.begin])
+                buffers.append(memoryview(held)[segment.begin - begin : segment.end - begin])
                 position = segment.end
             async with at_once:
-                await self._storage.read_into(part.location, part.begin, buffers)
-            self._count(part.end - part.begin)
+                await self.read_range(part.location, part.begin, part.end, buffers)
 
         parts = plan_reads(ranges, self._part, self._gap)
         if inline():
             for part in parts:
                 await read(part)
-            return
+            return found
         reads = [asyncio.create_task(read(part)) for part in parts]
         try:
             await asyncio.gather(*reads)
         except BaseException:
             await shielded(cancel_all(reads))
             raise
+        return found
 
     async def _fetch(self, part: ReadPart, requests: Sequence[ReadRequest]) -> None:
         scratch = slot_bytes(part, requests)
@@ -363,8 +290,7 @@ class Reader:
             buffers.append(share)
             shares.append(share)
             position = segment.end
-        await self._storage.read_into(part.location, part.begin, buffers)
-        self._count(part.end - part.begin)
+        await self.read_range(part.location, part.begin, part.end, buffers)
         if self._verify or slot is not None:
             await in_thread(self._arrived, part, requests, shares, places, fill)
 
@@ -387,15 +313,11 @@ class Reader:
             if request.address or slot is None:
                 continue
             at, length = next(placed), segment.end - segment.begin
-            if request.opens is None and (not good or request.place is None):
+            if not good or request.place is None:
                 continue
             if request.live:
                 self.result.touched.update((request.name, *request.also))
-            data = slot.tensor[at : at + length]
-            if request.opens is not None:
-                parse_whole(request, share, data)
-            else:
-                fill.place(request, segment.begin - request.stored.byte_range[0], data)
+            fill.place(request, segment.begin - request.stored.byte_range[0], slot.tensor[at : at + length])
         for checked, found in fill.finish():
             self.is_verified(checked.request, checked.begin, checked.share, found)
 
@@ -435,9 +357,11 @@ class Reader:
                 return self._refuse(request, f"digest must be {request.stored.digest}, got {actual}")
         return True
 
-    def _count(self, nbytes: int) -> None:
+    async def read_range(self, location: str, begin: int, end: int, buffers: Sequence[Buffer]) -> None:
+        """Read a range into buffers, and count it."""
+        await self._storage.read_into(location, begin, buffers)
         with self._counting:
-            self.result.bytes_read += nbytes
+            self.result.bytes_read += end - begin
             self.result.requests += 1
 
     def _refuse(self, request: ReadRequest, what: str) -> bool:
@@ -462,10 +386,7 @@ def fetch_requests(
     if not requests:
         return ReadResult(touched=touched)
     await_current_streams({request.device for request in requests})
-    reader = Reader(
-        opened.storage, opened.budget, verify=verify, wanted_part=opened.settings.part_bytes, touched=touched
-    )
-    result = run(reader.read(requests, meter.wrote))
+    result = run(Reader(opened, verify=verify, touched=touched).read(requests, meter.wrote))
     raise_faults(opened, result)
     return result
 

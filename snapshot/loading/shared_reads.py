@@ -30,7 +30,7 @@ from snapshot.loading.read_requests import ReadRequest, copy_into
 from snapshot.loading.reader import Reader, ReadResult
 from snapshot.loading.restore_plan import MATCH_NAMES, RestorePlan
 from snapshot.manifest.document import save_id_in
-from snapshot.plan.layout import ReadPart, plan_reads
+from snapshot.plan.layout import FileRange, ReadPart, plan_reads
 from snapshot.progress import Meter
 from snapshot.tensors.digest import BLOCK, digest_range, split_digests
 from snapshot.tensors.memory import copy_memory, wrap_memory
@@ -48,16 +48,7 @@ LONG = 64 << 10
 _digest = xxhash.xxh3_128_digest
 
 
-@dataclass(order=True, unsafe_hash=True)
-class SharedRange:
-    """A range of a file that all ranks want."""
-
-    location: str
-    begin: int
-    end: int
-
-
-Ranges = frozenset[SharedRange]
+Ranges = frozenset[FileRange]
 """The ranges that all ranks want."""
 
 
@@ -135,7 +126,7 @@ def agree_on_reads(exchange: Exchange, plan: RestorePlan, url: URL, *, once: boo
         requests = [request for request in everything if request.opens is None]
     else:
         requests = [request for request in everything if request.end - request.begin >= LONG]
-    ranges = {SharedRange(request.location, request.begin, request.end) for request in requests}
+    ranges = {FileRange(request.location, request.begin, request.end) for request in requests}
     named = {_digest(repr(each).encode()): each for each in ranges}
     read_set = digest_range(b"".join(sorted(named))) if named else ""
     ready = ReadVote(once, read_set, platform.node(), list(plan.matched.unexpected), plan.unknown, atomic)
@@ -196,7 +187,7 @@ def split_requests(requests: Sequence[ReadRequest], common: Ranges) -> tuple[lis
         return list(requests), []
     parts: tuple[list[ReadRequest], list[ReadRequest]] = [], []
     for request in requests:
-        shared = request.opens is None and SharedRange(request.location, request.begin, request.end) in common
+        shared = request.opens is None and FileRange(request.location, request.begin, request.end) in common
         parts[shared].append(request)
     return parts
 
@@ -218,14 +209,14 @@ class BroadcastReader:
         await_current_streams({request.device for request in requests})
         self._exchange = exchange
         self._storage = opened.storage
-        self._reader = Reader(opened.storage, opened.budget, verify=verify, touched=touched)
+        self._reader = Reader(opened, verify=verify, touched=touched)
         if verify:
             run(self._reader.prepare_checks(requests))
-        ranges = sorted({SharedRange(request.location, request.begin, request.end) for request in requests})
+        ranges = sorted({FileRange(request.location, request.begin, request.end) for request in requests})
         numbers = {each: number for number, each in enumerate(ranges)}
         self._requests: dict[int, list[ReadRequest]] = defaultdict(list)
         for request in requests:
-            self._requests[numbers[SharedRange(request.location, request.begin, request.end)]].append(request)
+            self._requests[numbers[FileRange(request.location, request.begin, request.end)]].append(request)
         size = max(BLOCK, min(PART, opened.budget.limit // 8))
         self._parts = plan_reads(ranges, size, opened.storage.limits.merge_gap)
         self._meter = meter

@@ -99,6 +99,15 @@ class ByteRange(Protocol):
     end: int
 
 
+@dataclass(order=True, unsafe_hash=True)
+class FileRange:
+    """A range of a file."""
+
+    location: str
+    begin: int
+    end: int
+
+
 class ReadSegment(msgspec.Struct, gc=False):
     """A part's share of one wanted range, in bytes of the file."""
 

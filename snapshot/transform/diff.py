@@ -10,14 +10,13 @@ from typing import Any
 
 from snapshot.distributed.operation import Operation
 from snapshot.errors import CorruptSnapshotError, RestoreError
-from snapshot.formats.foreign import is_embedded
 from snapshot.formats.pickled_objects import is_refused
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import run
 from snapshot.io.url import Location
 from snapshot.loading.open import Opened
 from snapshot.loading.read_object import expand_objects, expand_trees, is_tree
-from snapshot.loading.read_requests import place_of
+from snapshot.loading.read_requests import is_packed, place_of
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import OWN_FORMATS, Document
 from snapshot.manifest.entries import is_leaf
@@ -193,7 +192,7 @@ def _digests_of(entry: e.AnyTensor) -> dict[Any, str] | None:
     for box, stored in entry.pieces():
         if not box.numel:
             continue
-        if stored.digest is None or is_embedded(stored):
+        if stored.digest is None or is_packed(stored):
             return None
         made[box] = stored.digest
     return made

@@ -19,8 +19,7 @@ import torch
 import xxhash
 
 from snapshot.errors import CorruptSnapshotError, StorageError
-from snapshot.formats.foreign import is_embedded
-from snapshot.formats.torch_save import EmbeddedLayout, is_streamed
+from snapshot.formats.packed_tensors import is_streamed
 from snapshot.io.aio import gather_limited, in_thread, shielded
 from snapshot.io.arena import Slot
 from snapshot.io.budget import MemoryBudget
@@ -32,10 +31,10 @@ from snapshot.io.url import URL
 from snapshot.loading.left_out import TABLE, find_uncovered, requests_of
 from snapshot.loading.open import Opened
 from snapshot.loading.read_plan import MOST_TIMES, ROOM, ReadPlan
-from snapshot.loading.read_requests import ReadRequest, copy_into, is_spread, request_all
+from snapshot.loading.read_requests import copy_into, is_packed, is_spread
 from snapshot.loading.reader import Reader, raise_faults
 from snapshot.manifest.document import Document
-from snapshot.manifest.entries import TENSORS, AnyTensor, MappedTensorEntry, TensorEntry
+from snapshot.manifest.entries import PLAIN, TENSORS, AnyTensor, MappedTensorEntry, TensorEntry
 from snapshot.manifest.parts import ManifestPart
 from snapshot.plan.layout import Extent, FilePart, FilePlan
 from snapshot.progress import unmetered
@@ -322,7 +321,7 @@ def reads_ranges(entry: AnyTensor) -> bool:
     """Return True if any range of a tensor can be read alone, so that several ranks can share it."""
     if isinstance(entry, MappedTensorEntry):
         return False
-    return not any(is_streamed(stored) or is_embedded(stored) for _, stored in entry.pieces())
+    return not any(is_streamed(stored) or is_packed(stored) for _, stored in entry.pieces())
 
 
 @dataclass(frozen=True)
@@ -553,16 +552,9 @@ class CheckpointSource(PartSource):
             return False
         if index in self._orders or any(is_streamed(stored) for stored in pieces):
             return True
-        packed = [stored for stored in pieces if is_embedded(stored) and stored.nbytes > BLOCK]
-        layouts: list[tuple[tuple[int, ...], EmbeddedLayout]] = []
-        requests = []
-        for stored in packed:
-            request = request_all(self.leaves[index].path, stored)
-            request.opens = partial(_note_layout, layouts, stored.shape)
-            requests.append(request)
-        if requests:  # reads only the archives' directories
-            await self._reader().read(requests, unmetered)
-        return any(_is_odd(shape, layout.strides) for shape, layout in layouts)
+        path = self.leaves[index].path
+        packed = [(path, stored) for stored in pieces if is_packed(stored) and stored.nbytes > BLOCK]
+        return any(_is_odd(place.entry) for place in await self._reader().locate(packed))
 
     async def _read(self, read_plan: ReadPlan) -> None:
         result = await self._reader().read(read_plan.requests, unmetered)
@@ -571,8 +563,7 @@ class CheckpointSource(PartSource):
         raise_faults(self._opened, result)
 
     def _reader(self) -> Reader:
-        opened = self._opened
-        return Reader(opened.storage, opened.budget, verify=self._verify, wanted_part=opened.settings.part_bytes)
+        return Reader(self._opened, verify=self._verify)
 
     def _finish(
         self, read_plan: ReadPlan, copies: list[Callable[[], object]], file: FilePlan, part: FilePart, slot: Slot
@@ -598,16 +589,11 @@ def _is_pieced(entry: Any) -> bool:
     return len(pieces) > 1 and sum(each.nbytes for each in pieces) > BLOCK and any(map(is_streamed, pieces))
 
 
-def _note_layout(
-    layouts: list[tuple[tuple[int, ...], EmbeddedLayout]], shape: tuple[int, ...], layout: EmbeddedLayout
-) -> list[ReadRequest]:
-    """Record the position of a tensor, without requesting any bytes."""
-    layouts.append((shape, layout))
-    return []
-
-
-def _is_odd(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return True if a view is not in the order of its dimensions, or overlaps itself."""
+def _is_odd(tensor: TensorEntry) -> bool:
+    """Return True if a tensor is not stored in the order of its dimensions, or overlaps itself."""
+    shape, strides = tensor.shape, (tensor.extra or PLAIN).strides
+    if strides is None:
+        return False
     found = find_enclosing_tensor(shape, strides)
     return found is None or [axis for axis in found.order if shape[axis] > 1] != sorted(
         axis for axis in found.order if shape[axis] > 1

@@ -7,6 +7,7 @@ import io
 import pickle
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -144,10 +145,16 @@ def _plan_file(
     return FilePlan(b"", tuple(extents), position)
 
 
+@lru_cache(maxsize=1024)
+def _pickle_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Return the pickle of one tensor in its own archive. Tensors of one shape have equal pickles."""
+    return torch_save.pickle_state(torch_save.AbsentTensor("0", dtype, shape))[0]
+
+
 def _wrap_tensor(plan: ExportPlan, export: Export, name: str, entry: e.AnyTensor) -> _Archive:
     dtype, shape = export.choice.cast_dtype(entry.dtype), tuple(entry.shape)
     number = plan.leaf(name, dtype, shape, entry)
-    return _Archive(torch_save.pickle_tensor(dtype, shape), {}, range(number, number + 1))
+    return _Archive(_pickle_tensor(dtype, shape), {}, range(number, number + 1))
 
 
 # Metadata of a torch.distributed.checkpoint directory, created with torch's own classes.

@@ -519,7 +519,7 @@ class Verification:
         if not requests:
             return [], 0
         opened = self._opened
-        reader = Reader(opened.storage, opened.budget, verify=True, wanted_part=opened.settings.part_bytes)
+        reader = Reader(opened, verify=True)
         try:
             await reader.read(requests, progress)
         except (CorruptSnapshotError, StorageError) as error:

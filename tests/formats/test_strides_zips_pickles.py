@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from snapshot import CorruptSnapshotError, SnapshotError
 from snapshot.errors import UnsafeObjectError, UnsupportedFormatError
-from snapshot.formats import torch_save, zip_archive
+from snapshot.formats import packed_tensors, torch_save, zip_archive
 from snapshot.formats.safe_pickle import evaluate_pickle as load_pickle
 from snapshot.manifest.entries import TensorEntry
 from snapshot.tensors.memory import contiguous_strides, find_enclosing_tensor, measure_span
@@ -155,13 +155,13 @@ def test_torch_save_find_layout_accepts_or_refuses_any_bytes(data):
     torch.save(torch.arange(3.0), file)
     good = file.getvalue()
     entry = TensorEntry("x", (0, len(good)), "float32", (3,), serializer="torch_save")
-    layout = torch_save.find_layout("x", entry, good, good)
+    layout = packed_tensors.find_layout("x", entry, good, good)
     assert good[layout.begin : layout.begin + 12] == torch.arange(3.0).numpy().tobytes()
     for bad in (data, data + good[len(data) :], good[: len(good) - len(data)] + data):
         entry = TensorEntry("x", (0, len(bad)), "float32", (3,), serializer="torch_save")
         try:
-            found = torch_save.find_layout("x", entry, bad, bad)
-        except (SnapshotError, torch_save.MoreBytesNeeded):
+            found = packed_tensors.find_layout("x", entry, bad, bad)
+        except (SnapshotError, packed_tensors.MoreBytesNeeded):
             continue
         assert 0 <= found.begin <= found.begin + found.nbytes <= len(bad)
 

@@ -19,7 +19,7 @@ from tests.helpers.versions import ALONE
 
 with atheris.instrument_imports(include=["snapshot"]):
     from snapshot.errors import SnapshotError
-    from snapshot.formats import dcp, hugging_face, to_entries, torch_save, torchsnapshot
+    from snapshot.formats import dcp, hugging_face, packed_tensors, to_entries, torch_save, torchsnapshot
     from snapshot.formats.pickled_objects import load_object
     from snapshot.formats.safe_pickle import evaluate_pickle as load_pickle
     from snapshot.formats.zip_archive import TAIL, find_directory, read_members
@@ -121,9 +121,9 @@ def torch_pickle(data):
 def zip_directory(data):
     """A whole archive of torch's, and one with one tensor in it."""
     _described("x.pt", data, lambda storage: torch_save.describe_file(storage, "x.pt", len(data), LIMIT))
-    with contextlib.suppress(SnapshotError, torch_save.MoreBytesNeeded):
+    with contextlib.suppress(SnapshotError, packed_tensors.MoreBytesNeeded):
         entry = TensorEntry("x", (0, len(data)), "float32", (3,), serializer="torch_save")
-        found = torch_save.find_layout("x", entry, data, data)
+        found = packed_tensors.find_layout("x", entry, data, data)
         assert 0 <= found.begin <= found.begin + found.nbytes <= len(data)
     with contextlib.suppress(ValueError):
         begin, end = find_directory(data[-TAIL:], len(data))

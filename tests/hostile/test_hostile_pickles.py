@@ -11,9 +11,9 @@ import torch
 
 from snapshot import CorruptSnapshotError, Snapshot
 from snapshot.formats import pickle_nodes, to_entries
+from snapshot.formats.packed_tensors import read_tensor
 from snapshot.formats.pickled_objects import _is_modest, is_refused, load_object
 from snapshot.formats.safe_pickle import evaluate_pickle
-from snapshot.formats.torch_save import read_tensor
 from tests.hostile.pickle_opcodes import PROTO, doubling, get, name_of, put, text
 
 
