@@ -6,7 +6,7 @@ of compression, of archives and of quantised weights.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from snapshot.errors import CorruptSnapshotError
@@ -100,16 +100,8 @@ Places = dict[Hashable, Located]
 """Packed tensors that have been located."""
 
 
-class RangeReader(Protocol):
-    """Reads and counts the ranges that tell where tensors are."""
-
-    async def read_places(self, places: Sequence[tuple[str, int, int]]) -> Sequence[bytearray]:
-        """Return the bytes of short ranges, merging nearby ones into one request."""
-        ...
-
-    async def read_range(self, location: str, begin: int, end: int, buffers: Sequence[Buffer]) -> None:
-        """Read a range into buffers."""
-        ...
+ReadPlaces = Callable[[Sequence[tuple[str, int, int]]], Awaitable[Sequence[bytearray]]]
+"""A function that reads short ranges, merging nearby ones into one request."""
 
 
 def place_bytes(view: memoryview, at: int, data: memoryview) -> None:

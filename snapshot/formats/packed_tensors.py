@@ -22,7 +22,7 @@ import torch
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats import zip_archive
 from snapshot.formats.decompressors import Decompressor, find_decompressor
-from snapshot.formats.derived import Located, Places, RangeReader
+from snapshot.formats.derived import Located, Places, ReadPlaces
 from snapshot.formats.safe_pickle import evaluate_pickle
 from snapshot.formats.to_entries import RebuiltTensor, rebuild_tensor
 from snapshot.formats.zip_archive import MoreBytesNeeded, ZipArchive
@@ -80,7 +80,7 @@ class PackedLayout(msgspec.Struct, gc=False, frozen=True):
 
 def is_streamed(stored: TensorEntry | ObjectEntry) -> bool:
     """Return True if the bytes can be read only in order from the first one."""
-    return find_decompressor(_transform_of(stored)) is not None
+    return "+" in stored.serializer and find_decompressor(_transform_of(stored)) is not None
 
 
 def _transform_of(stored: TensorEntry | ObjectEntry) -> str:
@@ -241,8 +241,8 @@ def is_short(stored: TensorEntry) -> bool:
     return not part and math.prod(stored.shape) * ITEMSIZE[stored.dtype] <= EXPANDED
 
 
-def unpack(name: str, stored: TensorEntry, data: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return the bytes of a short tensor from its first element on, and its strides. `data` is the whole range."""
+def unpack(name: str, stored: TensorEntry, data: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
+    """Return a short tensor's bytes in those of its range, and its strides; None instead of them for C order."""
     begin, nbytes = stored.byte_range[0], math.prod(stored.shape) * ITEMSIZE[stored.dtype]
     view = data.numpy().data
     try:
@@ -262,21 +262,24 @@ def unpack(name: str, stored: TensorEntry, data: torch.Tensor) -> tuple[torch.Te
     except MoreBytesNeeded as short:
         raise CorruptSnapshotError(f"{name}: its archive refers to bytes beyond its end") from short
     at = layout.begin - begin + layout.offset * ITEMSIZE[stored.dtype]
-    end = at + measure_span(stored.shape, layout.strides) * ITEMSIZE[stored.dtype]
-    if data.numel() < end:
+    strides = None if layout.strides == contiguous_strides(stored.shape) else layout.strides
+    if strides is not None:
+        nbytes = measure_span(stored.shape, strides) * ITEMSIZE[stored.dtype]
+    if data.numel() < at + nbytes:
         raise CorruptSnapshotError(f"{name}: its bytes end too early")
-    held = data[at:end]
+    held = data[at : at + nbytes]
     if not layout.plain:
         held = held.clone()
         turn(held, stored.dtype, layout)
-    return held, layout.strides
+    return held, strides
 
 
-def view_elements(stored: TensorEntry, held: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+def view_elements(stored: TensorEntry, held: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
     """Return the tensor of unpacked bytes."""
     if held.storage_offset() % ALIGNED:
         held = held.clone()
-    return held.view(BY_NAME[stored.dtype]).as_strided(stored.shape, strides)
+    elements = held.view(BY_NAME[stored.dtype])
+    return elements.view(stored.shape) if strides is None else elements.as_strided(stored.shape, strides)
 
 
 def _expansion_error(name: str) -> CorruptSnapshotError:
@@ -298,12 +301,7 @@ def turn(held: torch.Tensor, dtype: str, layout: PackedLayout) -> None:
 # Long tensors, located before they are read.
 
 
-async def locate_tensors(
-    reader: RangeReader,
-    tensors: Sequence[tuple[str, TensorEntry]],
-    known: Places,
-    memory: Callable[[], MemoryBudget],
-) -> list[Located]:
+async def locate_tensors(tensors: Sequence[tuple[str, TensorEntry]], known: Places, read: ReadPlaces) -> list[Located]:
     """Return where tensors are, given by names and entries. Those that were not `known` yet are added there.
 
     Only headers and directories are read, but all of a compressed archive, whose directory is at its end.
@@ -312,11 +310,11 @@ async def locate_tensors(
     new = {key: each for key, each in zip(keys, tensors, strict=True) if key not in known}
     named = [each for each in new.values() if not is_streamed(each[1])]
     streamed = [each for each in new.values() if is_streamed(each[1])]
-    layouts = await _find_layouts(reader, named)
+    layouts = await _find_layouts(named, read)
 
     async def scan(each: tuple[str, TensorEntry]) -> PackedLayout:
         if is_archived(each[1]):
-            return await _scan(reader, *each, memory())
+            return await _scan(*each, read)
         return find_layout(*each, b"", b"")
 
     layouts += await gather_limited(streamed, scan, SCANS)
@@ -347,12 +345,12 @@ def place_elements(stored: TensorEntry, layout: PackedLayout, location: str) -> 
     return TensorEntry(location, where, stored.dtype, stored.shape, serializer="array", extra=extra)
 
 
-async def _find_layouts(reader: RangeReader, tensors: Sequence[tuple[str, TensorEntry]]) -> list[PackedLayout]:
+async def _find_layouts(tensors: Sequence[tuple[str, TensorEntry]], read: ReadPlaces) -> list[PackedLayout]:
     """Return the layouts of tensors from the ends of their ranges, all of which are read at once."""
     kinds = [0 if stored.serializer.endswith("array") else HEAD for _, stored in tensors]
     lengths = [(length, length * is_archived(stored)) for length, (_, stored) in zip(kinds, tensors, strict=True)]
     found = []
-    for (name, stored), ends in zip(tensors, await _read_ends(reader, tensors, lengths), strict=True):
+    for (name, stored), ends in zip(tensors, await _read_ends(tensors, lengths, read), strict=True):
         for _ in range(TRIES):
             try:
                 found.append(find_layout(name, stored, *ends))
@@ -360,25 +358,25 @@ async def _find_layouts(reader: RangeReader, tensors: Sequence[tuple[str, Tensor
             except MoreBytesNeeded as short:
                 most = min(stored.nbytes, LONGEST_HEAD)
                 more = (min(most, max(HEAD, short.args[0])), min(most, max(HEAD, short.args[1])))
-                [ends] = await _read_ends(reader, [(name, stored)], [more])  # noqa: PLW2901 - the same, longer
+                [ends] = await _read_ends([(name, stored)], [more], read)  # noqa: PLW2901 - the same, longer
         else:
             raise CorruptSnapshotError(f"{name}: not found in {stored.location}[{stored.byte_range[0]}:...]")
     return found
 
 
 async def _read_ends(
-    reader: RangeReader, tensors: Sequence[tuple[str, TensorEntry]], lengths: Sequence[tuple[int, int]]
+    tensors: Sequence[tuple[str, TensorEntry]], lengths: Sequence[tuple[int, int]], read: ReadPlaces
 ) -> list[tuple[bytearray, bytearray]]:
     """Return the first and the last bytes of ranges."""
     ranges = []
     for (_, stored), (first, last) in zip(tensors, lengths, strict=True):
         begin, end = stored.byte_range
         ranges += [(stored.location, begin, min(begin + first, end)), (stored.location, max(begin, end - last), end)]
-    held = await reader.read_places(ranges)
+    held = await read(ranges)
     return list(zip(held[::2], held[1::2], strict=True))
 
 
-async def _scan(reader: RangeReader, name: str, stored: TensorEntry, memory: MemoryBudget) -> PackedLayout:
+async def _scan(name: str, stored: TensorEntry, read: ReadPlaces) -> PackedLayout:
     """Return the layout in a compressed archive, by decompressing all of it. Only its ends are kept."""
     decode, head, tail, length = make_decoder(name, stored), bytearray(), bytearray(), 0
     most = math.prod(stored.shape) * ITEMSIZE[stored.dtype] + MORE
@@ -398,11 +396,9 @@ async def _scan(reader: RangeReader, name: str, stored: TensorEntry, memory: Mem
                 raise _expansion_error(name)
 
     begin, end = stored.byte_range
-    async with memory.slot(AT_ONCE) as slot:
-        for at in range(begin, end, AT_ONCE):
-            piece = slot.view[: min(AT_ONCE, end - at)]
-            await reader.read_range(stored.location, at, at + len(piece), [piece])
-            await in_thread(look, piece)
+    for at in range(begin, end, AT_ONCE):
+        [piece] = await read([(stored.location, at, min(at + AT_ONCE, end))])
+        await in_thread(look, memoryview(piece))
     whole = msgspec.structs.replace(stored, byte_range=(0, length), serializer="torch_save")
     try:
         return find_layout(name, whole, head, head if length <= HEAD else tail)

@@ -132,6 +132,10 @@ class Name(msgspec.Struct, eq=False, frozen=True):
     """True for a class of DCP's metadata: a pickle sets its fields at once."""
 
 
+REBUILD_TYPED = "torch._tensor._rebuild_from_type_v2"
+"""The function that rebuilds tensors of other classes, from a function, the class, its arguments, and a state."""
+
+
 class StandIn(msgspec.Struct, eq=False):
     """Stand-in for an object: its class or the function that returned it, the arguments, and its later state."""
 
@@ -145,6 +149,12 @@ class StandIn(msgspec.Struct, eq=False):
     def name(self) -> str:
         """Name of the class or function, with the module."""
         return self.kind.name
+
+    @property
+    def class_name(self) -> str:
+        """Name of the object's class, also if torch rebuilds it; that of the function if the class is not known."""
+        typed = self.name == REBUILD_TYPED and len(self.arguments) == 4 and isinstance(self.arguments[1], Name)
+        return self.arguments[1].name if typed else self.name
 
     def __repr__(self) -> str:
         return f"<{with_article(self.name)}>"

@@ -18,7 +18,6 @@ from snapshot.manifest.entries import MOST_DIMENSIONS, MOST_HOLDERS, Mesh
 from snapshot.tensors import geometry
 from snapshot.tensors.geometry import MOST_AXES, Box, Copy, Placements, Shape, Split, is_inside, whole_box
 
-_REBUILD = "torch._tensor._rebuild_from_type_v2"
 _PARAMETER = "torch._utils._rebuild_parameter"
 _MODULE = "torch.distributed."
 _DTENSOR, _SHARDED = ".DTensor", ".ShardedTensor"
@@ -54,15 +53,6 @@ Rebuild = Callable[[Any], Any]
 """Function that returns the `RebuiltTensor` of a node; None for other nodes."""
 
 
-def name_kind(value: Any) -> str | None:
-    """Return the name of a stand-in's class, if it is a tensor of a class that torch rebuilds; None otherwise."""
-    if not isinstance(value, p.StandIn):
-        return None
-    if value.name == _REBUILD and len(value.arguments) == 4 and isinstance(value.arguments[1], p.Name):
-        return value.arguments[1].name
-    return value.name if value.name.startswith(_MODULE) and value.name.endswith((_DTENSOR, _SHARDED)) else None
-
-
 class ShardReader:
     """Reads the sharded tensors of one pickle."""
 
@@ -81,10 +71,12 @@ class ShardReader:
         """
         if isinstance(value, p.StandIn) and value.name == _PARAMETER and 2 <= len(value.arguments) <= 3:
             value = value.arguments[0]
-        name = name_kind(value)
-        if name is None or not name.startswith(_MODULE) or not name.endswith((_DTENSOR, _SHARDED)):
+        if not isinstance(value, p.StandIn):
             return None
-        if value.name == _REBUILD:
+        name = value.class_name
+        if not name.startswith(_MODULE) or not name.endswith((_DTENSOR, _SHARDED)):
+            return None
+        if value.name == p.REBUILD_TYPED:
             _, _, arguments, state = value.arguments
         else:
             arguments, state = (), value.state

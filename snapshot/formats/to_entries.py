@@ -14,7 +14,6 @@ import torch
 from snapshot.errors import CorruptSnapshotError
 from snapshot.formats import pickle_nodes as p
 from snapshot.formats.pickled_objects import INLINE, MODULE, make_refused_entry
-from snapshot.formats.pickled_shards import PickledShards, ShardReader, name_kind
 from snapshot.formats.safe_pickle import PickleLimits, evaluate_pickle, expect_stored
 from snapshot.formats.zip_archive import STORED, ZipArchive
 from snapshot.manifest import entries as e
@@ -146,7 +145,6 @@ def rebuild_tensor(value: Any) -> RebuiltTensor | None:
 
 
 _WITH_STATE = "torch._utils._rebuild_parameter_with_state"
-_TYPED = "torch._tensor._rebuild_from_type_v2"
 _PLAIN_TYPES = {"torch.Tensor", "torch.nn.parameter.Parameter"}
 
 
@@ -157,7 +155,7 @@ def _drop_attributes(value: Any) -> Any:
     if value.name == _WITH_STATE:
         return p.StandIn(p.Name(f"{_REBUILD}parameter"), value.arguments[:3])
     function, kind, arguments, _ = value.arguments
-    known = value.name == _TYPED and isinstance(kind, p.Name) and kind.name in _PLAIN_TYPES
+    known = value.name == p.REBUILD_TYPED and isinstance(kind, p.Name) and kind.name in _PLAIN_TYPES
     if known and isinstance(function, p.Name) and isinstance(arguments, tuple):
         return p.StandIn(function, arguments)
     return value
@@ -258,7 +256,7 @@ class _Tree:
         self._room = 64 * self._left
         """Remaining bytes for names, texts and arrays."""
         self._above: set[int] = set()
-        self._shards = ShardReader(rebuild_tensor)
+        self._shards: Any = None
 
     def _spend(self, values: int, nbytes: int) -> None:
         """Count values, and the bytes of names, texts and arrays; raise if there are too many."""
@@ -327,7 +325,7 @@ class _Tree:
             if tensor is not None:
                 return self._stored(path, tensor)
             array = make_numpy_value(value)
-            shards = self._shards.read(value) if array is None else None
+            shards = self._read_shards(value) if array is None and isinstance(value, p.StandIn) else None
             if shards is not None:
                 return self._make_sharded(path, shards)
         except p.NotKnownError as error:
@@ -337,11 +335,19 @@ class _Tree:
         if array is not None:
             return self._make_array(array)
         if isinstance(value, p.StandIn):
-            name = name_kind(value) or value.name
+            name = value.class_name
             return make_refused_entry(f"{MODULE} {name}" if _is_module(value) else name)
         return make_refused_entry(type(value).__name__)
 
-    def _make_sharded(self, path: str, found: PickledShards) -> Any:
+    def _read_shards(self, value: p.StandIn) -> Any:
+        """Return the boxes of a sharded tensor; None for any other value."""
+        if self._shards is None:
+            from snapshot.formats.pickled_shards import ShardReader  # few pickles have sharded tensors
+
+            self._shards = ShardReader(rebuild_tensor)
+        return self._shards.read(value)
+
+    def _make_sharded(self, path: str, found: Any) -> Any:
         """Return the entry of a sharded tensor, with the boxes that this file has."""
         self._spend(len(found.parts), 0)
         shards = []

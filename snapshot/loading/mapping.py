@@ -9,7 +9,6 @@ import msgspec
 import torch
 
 from snapshot.errors import RestoreError
-from snapshot.formats import registry
 from snapshot.io.loop import run
 from snapshot.loading.open import Opened, expect_files
 from snapshot.loading.read_plan import ReadPlan
@@ -67,6 +66,8 @@ def dequantise_weights(opened: Opened, tensor_map: Any) -> Opened:
     method = getattr(tensor_map, "dequantise", None)
     if method is None:
         return opened
+    from snapshot.formats import registry  # few checkpoints are quantised
+
     found: Opened = registry.find_view(method)(opened, tensor_map)
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -23,8 +23,7 @@ from snapshot.errors import (
     UnsafeObjectError,
     UnsupportedFormatError,
 )
-from snapshot.formats import zip_archive
-from snapshot.formats.derived import Derivation, DerivedStorage, Located, Places, RangeReader
+from snapshot.formats.derived import Derivation, DerivedStorage, Located, Places, ReadPlaces
 from snapshot.formats.foreign import (
     LINKLESS,
     ForeignDocument,
@@ -54,9 +53,7 @@ from snapshot.manifest.document import (
 from snapshot.manifest.entries import TensorEntry, needs_third_format
 from snapshot.manifest.parts import ManifestPart, decode_index, decode_part, decode_segment
 from snapshot.manifest.rank_view import has_path, is_rank
-from snapshot.progress import unmetered
 from snapshot.settings import Settings
-from snapshot.text import listed
 
 T = TypeVar("T")
 
@@ -96,43 +93,11 @@ class Opened:
         """Return the checkpoint, with compressed files as they are stored."""
         return replace(self, storage=self.stored)
 
-    async def locate(self, tensors: Sequence[tuple[str, TensorEntry]], reader: RangeReader) -> list[Located]:
+    async def locate(self, tensors: Sequence[tuple[str, TensorEntry]], read: ReadPlaces) -> list[Located]:
         """Return where the elements of long packed tensors are, given by names and entries."""
         from snapshot.formats.packed_tensors import locate_tensors  # only other libraries' files have such tensors
 
-        return await locate_tensors(reader, tensors, self.places, lambda: self.session.packed_memory)
-
-
-# Verification of the checksums in other libraries' archives, before their contents are used.
-
-
-def expect_archive_checksums(opened: Opened, stored: Iterable[Any], *, whole: bool = False) -> None:
-    """Raise if stored ranges do not match the archives' checksums, or with `whole`, anything in these archives."""
-    parts = group_by_archive(zip_archive.find_archives(stored, opened.document.files))
-    expect_sound_archives(opened, parts, None if whole else parts)
-
-
-def group_by_archive(
-    found: Mapping[zip_archive.Range, zip_archive.Range],
-) -> dict[zip_archive.Range, list[tuple[int, int]]]:
-    """Return the stored ranges in each archive."""
-    parts: dict[zip_archive.Range, list[tuple[int, int]]] = {}
-    for (_, begin, end), archive in found.items():
-        parts.setdefault(archive, []).append((begin, end))
-    return parts
-
-
-def expect_sound_archives(
-    opened: Opened,
-    archives: Collection[zip_archive.Range],
-    parts: Mapping[zip_archive.Range, Sequence[tuple[int, int]]] | None,
-) -> None:
-    """Raise if the contents of archives do not match their checksums; with `parts`, those of the members there."""
-    if not archives:
-        return
-    faults, _ = run(zip_archive.find_faults(opened.storage, opened.budget, archives, unmetered, parts))
-    if faults:
-        raise CorruptSnapshotError(f"{opened.url}: {len(faults)} damaged:{listed(faults)}", faults=faults)
+        return await locate_tensors(tensors, self.places, read)
 
 
 # The manifest and its parts.

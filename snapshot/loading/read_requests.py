@@ -30,7 +30,6 @@ from snapshot.tensors.geometry import (
 from snapshot.tensors.memory import (
     BY_NAME,
     ITEMSIZE,
-    contiguous_strides,
     copy_memory,
     find_enclosing_tensor,
     is_flat,
@@ -310,7 +309,7 @@ def request_packed(
 
     def place(start: int, data: torch.Tensor) -> Iterable[Copy]:
         held, strides = packed_tensors.unpack(path, stored, data)
-        if flat is not None and strides == contiguous_strides(stored.shape):
+        if flat is not None and strides is None:
             copy_memory(flat.data_ptr(), held.data_ptr(), flat.nbytes)
             return ()  # in one step, since most tensors are short
         return copies(packed_tensors.view_elements(stored, held, strides))

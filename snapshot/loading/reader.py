@@ -164,7 +164,7 @@ class Reader:
 
     async def locate(self, tensors: Sequence[tuple[str, TensorEntry]]) -> list[Located]:
         """Return where the elements of long packed tensors are, given by names and entries. Only headers are read."""
-        return await self._opened.locate(tensors, self) if tensors else []
+        return await self._opened.locate(tensors, self._read_places) if tensors else []
 
     async def _expand(self, requests: Sequence[ReadRequest], runs: deque[_Run]) -> list[ReadRequest]:
         """Replace requests for tensors that must be located by those for their elements.
@@ -214,7 +214,7 @@ class Reader:
     ) -> dict[tuple[str, int, int], list[ReadRequest]]:
         """Read tables, merging nearby ones into one request. Return the tables that failed verification."""
         bad = {}
-        for (where, requests), read in zip(tables.items(), await self.read_places(list(tables)), strict=True):
+        for (where, requests), read in zip(tables.items(), await self._read_places(list(tables)), strict=True):
             digest, held = digest_table(read), bytes(read)
             for request in requests:
                 request.check = BlockCheck(request.stored.nbytes, held)
@@ -222,7 +222,7 @@ class Reader:
                     bad[where] = requests
         return bad
 
-    async def read_places(self, places: Sequence[tuple[str, int, int]]) -> list[bytearray]:
+    async def _read_places(self, places: Sequence[tuple[str, int, int]]) -> list[bytearray]:
         """Return the bytes of short ranges, merging nearby ones into one request."""
         ranges = [FileRange(*place) for place in places]
         found = [bytearray(each.end - each.begin) for each in ranges]
@@ -237,7 +237,7 @@ class Reader:
                 buffers.append(memoryview(held)[segment.begin - begin : segment.end - begin])
                 position = segment.end
             async with at_once:
-                await self.read_range(part.location, part.begin, part.end, buffers)
+                await self._read_range(part.location, part.begin, part.end, buffers)
 
         parts = plan_reads(ranges, self._part, self._gap)
         if inline():
@@ -290,7 +290,7 @@ class Reader:
             buffers.append(share)
             shares.append(share)
             position = segment.end
-        await self.read_range(part.location, part.begin, part.end, buffers)
+        await self._read_range(part.location, part.begin, part.end, buffers)
         if self._verify or slot is not None:
             await in_thread(self._arrived, part, requests, shares, places, fill)
 
@@ -357,7 +357,7 @@ class Reader:
                 return self._refuse(request, f"digest must be {request.stored.digest}, got {actual}")
         return True
 
-    async def read_range(self, location: str, begin: int, end: int, buffers: Sequence[Buffer]) -> None:
+    async def _read_range(self, location: str, begin: int, end: int, buffers: Sequence[Buffer]) -> None:
         """Read a range into buffers, and count it."""
         await self._storage.read_into(location, begin, buffers)
         with self._counting:

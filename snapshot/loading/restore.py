@@ -13,7 +13,7 @@ from snapshot.events import log
 from snapshot.io.loop import run
 from snapshot.io.system import gc_paused
 from snapshot.loading.choose import find_receivers
-from snapshot.loading.open import Opened, expect_archive_checksums, expect_files, remember_plan
+from snapshot.loading.open import Opened, expect_files, remember_plan
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.loading.read_requests import ReadRequest
 from snapshot.loading.reader import ReadResult, fetch_requests, raise_faults
@@ -162,6 +162,8 @@ class Restore:
             seen = self._fetch_shared(reads.objects, common)
             reads.finish_objects()
             if self._options.atomic:
+                from snapshot.loading.archive_checksums import expect_archive_checksums  # read by `atomic` alone
+
                 expect_archive_checksums(self._opened, (request.stored for request in reads.requests))
                 dry = [
                     ReadRequest(request.name, request.stored, request.location, request.begin, request.end)

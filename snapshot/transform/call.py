@@ -13,7 +13,6 @@ import torch
 
 from snapshot.distributed.exchange import LEADER, Exchange, expect_same_verb
 from snapshot.errors import RestoreError, SnapshotError, StorageError, UnsafeObjectError
-from snapshot.formats import zip_archive
 from snapshot.formats.foreign import ForeignDocument, ForeignStorage
 from snapshot.formats.pickled_objects import INLINE, TRUST, is_refused
 from snapshot.io.aio import gather_limited
@@ -21,8 +20,9 @@ from snapshot.io.loop import run
 from snapshot.io.session import Session, signer_of
 from snapshot.io.storage import Storage
 from snapshot.io.url import PER_HOST, URL
+from snapshot.loading.archive_checksums import expect_sound_archives, find_archives, group_by_archive
 from snapshot.loading.left_out import stored_in
-from snapshot.loading.open import Opened, expect_files, expect_sound_archives, group_by_archive, open_checkpoint
+from snapshot.loading.open import Opened, expect_files, open_checkpoint
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document, check_tensor, find_locations
@@ -440,9 +440,7 @@ def expect_checksums(exchange: Exchange, opened: Opened, manifest: Mapping[str, 
 
     With the part of the manifest that is used, only its members of long archives are read.
     """
-    found = zip_archive.find_archives(
-        stored_in(opened.document.manifest if manifest is None else manifest), opened.document.files
-    )
+    found = find_archives(stored_in(opened.document.manifest if manifest is None else manifest), opened.document.files)
     parts = group_by_archive(found)
     archives = sorted(parts)
     shares = share_whole(exchange, archives, [end - begin for _, begin, end in archives])

@@ -20,7 +20,7 @@ from snapshot.errors import (
     UnsupportedFormatError,
 )
 from snapshot.events import emit
-from snapshot.formats import dcp_notice, hugging_face, registry, torch_save, zip_archive
+from snapshot.formats import dcp_notice, hugging_face, registry, torch_save
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.hugging_face import SHARD
 from snapshot.formats.pickled_objects import INLINE
@@ -29,10 +29,10 @@ from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.storage import exists
 from snapshot.io.url import URL, Location, select_server
+from snapshot.loading.archive_checksums import expect_archive_checksums, find_archives
 from snapshot.loading.left_out import stored_in
 from snapshot.loading.open import (
     Opened,
-    expect_archive_checksums,
     expect_files,
     load_parts,
     open_checkpoint,
@@ -131,7 +131,7 @@ def copy_files(
         run(_write_files(opened, layout, target, meter, files=own, outputs=outputs, overwrite=overwrite))
     finally:
         run(target.close())
-    checked = "checksums" if verify and zip_archive.find_archives(stored, document.files) else "sizes"
+    checked = "checksums" if verify and find_archives(stored, document.files) else "sizes"
     nbytes = sum(each.size for each in files) + sum(map(len, layout.markers.values()))
     return CopyReport(
         document.format, count_entries(document.manifest), len(layout.names) + len(layout.markers), nbytes, checked

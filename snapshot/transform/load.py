@@ -14,9 +14,10 @@ from snapshot.formats.pickled_objects import is_refused
 from snapshot.io.loop import run
 from snapshot.io.system import gc_paused
 from snapshot.io.url import Location
+from snapshot.loading.archive_checksums import expect_archive_checksums
 from snapshot.loading.left_out import stored_in
 from snapshot.loading.mapping import map_checkpoint
-from snapshot.loading.open import Opened, expect_archive_checksums, expect_files, open_checkpoint
+from snapshot.loading.open import Opened, expect_files, open_checkpoint
 from snapshot.loading.read_object import parse_box
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e

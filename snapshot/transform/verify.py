@@ -22,13 +22,13 @@ from snapshot.distributed.exchange import Exchange, solo_exchange
 from snapshot.distributed.operation import Operation
 from snapshot.errors import CorruptSnapshotError, StorageError
 from snapshot.events import emit
-from snapshot.formats import zip_archive
 from snapshot.formats.pickled_objects import INLINE
 from snapshot.io.aio import in_thread
 from snapshot.io.loop import in_own_thread, run
 from snapshot.io.session import Session, signer_of
 from snapshot.io.system import sync_file
 from snapshot.io.url import Location
+from snapshot.loading.archive_checksums import find_archives, find_faults
 from snapshot.loading.left_out import TABLE, Place, find_uncovered, requests_of, stored_of
 from snapshot.loading.open import Opened, derive_files, missing_files
 from snapshot.loading.read_requests import ReadRequest
@@ -373,7 +373,7 @@ class Verification:
         requests = requests_of([document.manifest], document.files, self.faults, bare)
         self.faults += find_uncovered(own, requests) + await in_thread(_tree_faults, document)
         requests = [request for request in requests if request.location in own and request.location not in missing]
-        sums = zip_archive.find_archives((request.stored for request in requests), document.files)
+        sums = find_archives((request.stored for request in requests), document.files)
         before = nbytes = 0
         if not quick:
             stretch = self.everything(requests, sums, missing)
@@ -548,7 +548,7 @@ class Verification:
         opened = self._opened
         self._summed += sum(end - begin for _, begin, end in archives)
         try:
-            found, without = await zip_archive.find_faults(opened.storage, opened.budget, archives, progress)
+            found, without = await find_faults(opened.storage, opened.budget, archives, progress)
         except (CorruptSnapshotError, StorageError) as error:
             return _damage_text(error)
         self._without |= without

@@ -1,0 +1,85 @@
+"""Derived files of packed tensors: any range has the tensor's bytes, and ranges in order read no byte twice."""
+
+import zlib
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from snapshot import CorruptSnapshotError
+from snapshot.formats import packed_tensors
+from snapshot.io.budget import MemoryBudget
+from snapshot.io.loop import run
+from snapshot.manifest.entries import TensorEntry
+
+TENSOR = torch.arange(5000, dtype=torch.int32) * 77_777
+BYTES = TENSOR.numpy().tobytes()
+SWAPPED = TENSOR.numpy().byteswap().tobytes()
+
+
+class Held:
+    """A storage of one file, which counts the bytes that are read."""
+
+    def __init__(self, data):
+        self.data = data
+        self.read = 0
+
+    async def read_into(self, path, offset, buffers, *, token=None):
+        for each in buffers:
+            each[:] = self.data[offset : offset + len(each)]
+            offset += len(each)
+            self.read += len(each)
+
+
+def stream(serializer, data):
+    entry = TensorEntry("f", (0, len(data)), "int32", tuple(TENSOR.shape), serializer=serializer)
+    layout = packed_tensors.find_layout("x", entry, b"", b"")
+    return packed_tensors.Stream("x", entry, layout), Held(data)
+
+
+def read(file, storage, begin, *lengths):
+    held = [bytearray(each) for each in lengths]
+    run(file.read(storage, begin, [memoryview(each) for each in held], MemoryBudget(1 << 20), None))
+    return b"".join(held)
+
+
+@pytest.fixture(autouse=True)
+def short_pieces(monkeypatch):
+    monkeypatch.setattr(packed_tensors, "AT_ONCE", 700)
+    monkeypatch.setattr(packed_tensors, "PIECE", 90)
+
+
+KINDS = {"zlib+array": zlib.compress(BYTES), "swapped+array": SWAPPED, "zlib+swapped+array": zlib.compress(SWAPPED)}
+RANGES = st.lists(st.tuples(st.integers(0, 4999), st.lists(st.integers(1, 900), min_size=1, max_size=3)), max_size=6)
+
+
+@pytest.mark.parametrize("serializer", KINDS)
+def test_packed_tensor_ranges_in_any_order_have_its_bytes(serializer):
+    @given(RANGES)
+    def check(ranges):
+        file, storage = stream(serializer, KINDS[serializer])
+        for first, counts in ranges:
+            end = min(5000, first + sum(counts))
+            lengths = [4 * (end - first)] if end == 5000 else [4 * each for each in counts]
+            assert read(file, storage, 4 * first, *lengths) == BYTES[4 * first : 4 * end]
+
+    check()
+
+
+@pytest.mark.parametrize("serializer", KINDS)
+def test_packed_tensor_ranges_in_order_read_each_byte_once(serializer):
+    file, storage = stream(serializer, KINDS[serializer])
+    assert b"".join(read(file, storage, at, 2000) for at in range(0, len(BYTES), 2000)) == BYTES
+    assert storage.read <= len(storage.data)
+    file.forget()
+    before = storage.read
+    assert read(file, storage, len(BYTES) - 8, 8) == BYTES[-8:]
+    assert storage.read - before >= len(storage.data) - 700
+
+
+def test_packed_tensor_that_ends_too_early_is_refused():
+    file, storage = stream("zlib+array", zlib.compress(BYTES[:-4]))
+    assert read(file, storage, 0, 400) == BYTES[:400]
+    with pytest.raises(CorruptSnapshotError, match="x: its bytes end too early"):
+        read(file, storage, 400, len(BYTES) - 400)
