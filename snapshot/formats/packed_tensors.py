@@ -32,7 +32,7 @@ from snapshot.io.storage import Storage
 from snapshot.io.system import PerProcess
 from snapshot.manifest.entries import PLAIN, Extra, ObjectEntry, TensorEntry
 from snapshot.tensors.digest import BLOCK
-from snapshot.tensors.memory import BY_NAME, ITEMSIZE, contiguous_strides, measure_span
+from snapshot.tensors.memory import BY_NAME, ITEMSIZE, contiguous_strides, copy_memory, measure_span
 from snapshot.text import counted
 
 HEAD = 4096
@@ -241,8 +241,8 @@ def is_short(stored: TensorEntry) -> bool:
     return not part and math.prod(stored.shape) * ITEMSIZE[stored.dtype] <= EXPANDED
 
 
-def unpack(name: str, stored: TensorEntry, data: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
-    """Return a short tensor's bytes in those of its range, and its strides; None instead of them for C order."""
+def unpack(name: str, stored: TensorEntry, data: torch.Tensor, flat: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a short tensor, from all bytes of its range. If they are those of `flat`, copy them and return None."""
     begin, nbytes = stored.byte_range[0], math.prod(stored.shape) * ITEMSIZE[stored.dtype]
     view = data.numpy().data
     try:
@@ -267,17 +267,14 @@ def unpack(name: str, stored: TensorEntry, data: torch.Tensor) -> tuple[torch.Te
         nbytes = measure_span(stored.shape, strides) * ITEMSIZE[stored.dtype]
     if data.numel() < at + nbytes:
         raise CorruptSnapshotError(f"{name}: its bytes end too early")
+    if flat is not None and strides is None and layout.plain:  # most tensors, in the fewest steps
+        copy_memory(flat.data_ptr(), data.data_ptr() + at, nbytes)
+        return None
     held = data[at : at + nbytes]
+    if not layout.plain or held.storage_offset() % ALIGNED:
+        held = held.clone()
     if not layout.plain:
-        held = held.clone()
         turn(held, stored.dtype, layout)
-    return held, strides
-
-
-def view_elements(stored: TensorEntry, held: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
-    """Return the tensor of unpacked bytes."""
-    if held.storage_offset() % ALIGNED:
-        held = held.clone()
     elements = held.view(BY_NAME[stored.dtype])
     return elements.view(stored.shape) if strides is None else elements.as_strided(stored.shape, strides)
 

@@ -30,7 +30,6 @@ from snapshot.tensors.geometry import (
 from snapshot.tensors.memory import (
     BY_NAME,
     ITEMSIZE,
-    copy_memory,
     find_enclosing_tensor,
     is_flat,
     measure_span,
@@ -308,11 +307,8 @@ def request_packed(
         return request
 
     def place(start: int, data: torch.Tensor) -> Iterable[Copy]:
-        held, strides = packed_tensors.unpack(path, stored, data)
-        if flat is not None and strides is None:
-            copy_memory(flat.data_ptr(), held.data_ptr(), flat.nbytes)
-            return ()  # in one step, since most tensors are short
-        return copies(packed_tensors.view_elements(stored, held, strides))
+        elements = packed_tensors.unpack(path, stored, data, flat)
+        return () if elements is None else copies(elements)
 
     request.place = place
     return request
