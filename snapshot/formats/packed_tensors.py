@@ -26,7 +26,7 @@ from snapshot.formats.derived import Located, Places, ReadPlaces
 from snapshot.formats.safe_pickle import evaluate_pickle
 from snapshot.formats.to_entries import RebuiltTensor, rebuild_tensor
 from snapshot.formats.zip_archive import MoreBytesNeeded, ZipArchive
-from snapshot.io.aio import gather_limited, in_thread
+from snapshot.io.aio import gather_limited, in_thread, inline
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.storage import Storage
 from snapshot.io.system import PerProcess
@@ -314,7 +314,10 @@ async def locate_tensors(tensors: Sequence[tuple[str, TensorEntry]], known: Plac
             return await _scan(*each, read)
         return find_layout(*each, b"", b"")
 
-    layouts += await gather_limited(streamed, scan, SCANS)
+    if inline():  # the caller reads in one thread, without a loop
+        layouts += [await scan(each) for each in streamed]
+    else:
+        layouts += await gather_limited(streamed, scan, SCANS)
     for (name, stored), layout in zip([*named, *streamed], layouts, strict=True):
         known[_key_of(stored)] = _place(name, stored, layout)
     return [known[key] for key in keys]

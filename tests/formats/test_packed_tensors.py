@@ -1,5 +1,6 @@
 """Derived files of packed tensors: any range has the tensor's bytes, and ranges in order read no byte twice."""
 
+import io
 import zlib
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from snapshot import CorruptSnapshotError
 from snapshot.formats import packed_tensors
+from snapshot.io.aio import in_thread, run_inline
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import run
 from snapshot.manifest.entries import TensorEntry
@@ -83,3 +85,24 @@ def test_packed_tensor_that_ends_too_early_is_refused():
     assert read(file, storage, 0, 400) == BYTES[:400]
     with pytest.raises(CorruptSnapshotError, match="x: its bytes end too early"):
         read(file, storage, 400, len(BYTES) - 400)
+
+
+@pytest.mark.parametrize("inline", [False, True], ids=["loop", "thread"])
+def test_packed_tensor_in_a_compressed_archive_is_located_on_the_loop_and_in_a_thread(inline):
+    archive = io.BytesIO()
+    torch.save(TENSOR.view(50, 100).t(), archive)
+    data = zlib.compress(archive.getvalue())
+    entry = TensorEntry("f", (0, len(data)), "int32", (100, 50), serializer="zlib+torch_save")
+    known = {}
+
+    async def read_places(places):
+        return [bytearray(data[begin:end]) for _, begin, end in places]
+
+    async def locate():
+        return await packed_tensors.locate_tensors([("x", entry)], known, read_places)
+
+    [place] = run(in_thread(run_inline, locate)) if inline else run(locate())
+    assert list(known.values()) == [place]
+    assert (place.entry.serializer, place.entry.extra.strides) == ("array", (1, 100))
+    begin, end = place.entry.byte_range
+    assert read(place.derivation, Held(data), begin, end - begin) == BYTES
