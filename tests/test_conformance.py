@@ -21,7 +21,8 @@ import pytest
 import torch
 
 from snapshot.errors import SnapshotError
-from snapshot.manifest.entries import AnyEntry, DictEntry
+from snapshot.manifest.containers import DictEntry
+from snapshot.manifest.entries import AnyEntry
 from snapshot.manifest.paths import decode_component, encode_component, encode_key, find_tagged_keys, quote_path
 from snapshot.manifest.values import Scalar, make_plain_entry
 from snapshot.tensors.digest import BLOCK, RunningDigest, digest_bytes, digest_range, root_of, tree_of

@@ -26,6 +26,7 @@ from snapshot.manifest.document import find_locations
 from snapshot.manifest.entries import AnyTensor
 from snapshot.manifest.paths import decode_component
 from snapshot.manifest.rank_view import make_rank_view, suggest_names
+from snapshot.manifest.values import Entry
 from snapshot.progress import Meter, ProgressArgument
 from snapshot.reports import ConvertReport
 from snapshot.snapshot import Snapshot
@@ -235,7 +236,7 @@ def _add_ties(plan: MergePlan, match: _Match, twin: _Match, others: Sequence[Ope
             plan.tied[number].append(Pair(f"{match.name} and {twin.name}", one, two, one.dtype))
 
 
-def _tensors_of(path: str, entry: e.Entry) -> Iterator[tuple[str, e.AnyTensor]]:
+def _tensors_of(path: str, entry: Entry) -> Iterator[tuple[str, e.AnyTensor]]:
     """Yield the tensors of an entry. The parts of a sparse or quantised tensor are named `path%[part]`."""
     if isinstance(entry, e.TENSORS):
         yield path, entry

@@ -15,6 +15,7 @@ from snapshot.errors import SnapshotError
 from snapshot.io.url import URL
 from snapshot.loading.left_out import stored_in, stored_of
 from snapshot.manifest import entries as e
+from snapshot.manifest.containers import Container
 from snapshot.manifest.document import OWN_FORMATS, SnapshotMetadata
 from snapshot.manifest.entries import is_leaf
 from snapshot.manifest.rank_view import is_rank
@@ -174,7 +175,7 @@ def value_text(entry: Entry, longest: int = LONGEST) -> str:
         except (SnapshotError, ValueError):  # invalid for its type here, or too many digits for Python
             text = entry.serialized_value
         return text if len(text) <= longest else f"{text[:longest]}..."
-    if isinstance(entry, e.Container):
+    if isinstance(entry, Container):
         return "empty"
     if isinstance(entry, e.ObjectEntry):
         return "a pickle" if entry.serializer == "torch_save" else ""

@@ -20,6 +20,7 @@ from snapshot.cli.locate import open_all
 from snapshot.cli.screen import ExitStatus, bar, emit, line, mute_torch_warnings, paint, printable, width, wrapped
 from snapshot.io.url import URL
 from snapshot.manifest import entries as e
+from snapshot.manifest.containers import Container
 from snapshot.manifest.rank_view import resolve_path
 from snapshot.manifest.values import Entry, Scalar
 from snapshot.progress import Progress
@@ -210,7 +211,7 @@ def _run(arguments: argparse.Namespace) -> ExitStatus:
     path = resolve_path(manifest, world_size, name, str(URL.parse(arguments.url)))
     entry = manifest[path]
     told = _described(path, entry, manifest, world_size)
-    if isinstance(entry, e.Container):
+    if isinstance(entry, Container):
         if arguments.box is not None:
             raise ValueError(f"{path}: a container has no box; show an object in it")
         lines = _container(snapshot, path, entry, manifest, told)
@@ -246,11 +247,11 @@ def _screen(told: Mapping[str, Any], lines: Sequence[str]) -> Iterator[str]:
 
 
 def _container(
-    snapshot: Snapshot, path: str, entry: e.Container, manifest: Mapping[str, Entry], told: dict[str, Any]
+    snapshot: Snapshot, path: str, entry: Container, manifest: Mapping[str, Entry], told: dict[str, Any]
 ) -> list[str]:
     """Return the lines for a container: all of its contents, if they are stored in the manifest."""
     below = [held for name, held in manifest.items() if name.startswith(f"{path}/")]
-    if len(below) <= SHOWN and all(isinstance(held, (Scalar, e.Container)) for held in below):
+    if len(below) <= SHOWN and all(isinstance(held, (Scalar, Container)) for held in below):
         told["value"] = pprint.pformat(snapshot.read_object(path), width=min(100, width() or 100), sort_dicts=False)
         return [told["value"]]
     told["names"] = entry.components()
@@ -262,7 +263,7 @@ def _container(
 
 def _described(path: str, entry: Entry, manifest: Mapping[str, Entry], world_size: int) -> dict[str, Any]:
     """Return the manifest's description of an object."""
-    if isinstance(entry, e.Container) and entry.width:
+    if isinstance(entry, Container) and entry.width:
         return {"path": path, "kind": str(type(entry).__struct_config__.tag), "entries": entry.width}
     item = next(items({path: entry}, world_size))
     told: dict[str, Any] = {"path": path, "kind": item.kind}
@@ -287,7 +288,7 @@ def _described(path: str, entry: Entry, manifest: Mapping[str, Entry], world_siz
 
 
 def _tensor(
-    snapshot: Snapshot, path: str, entry: e.Entry, told: dict[str, Any], arguments: argparse.Namespace
+    snapshot: Snapshot, path: str, entry: Entry, told: dict[str, Any], arguments: argparse.Namespace
 ) -> list[str]:
     if isinstance(entry, e.TENSORS):
         shape = tuple(entry.shape)

@@ -18,7 +18,15 @@ from snapshot.formats.safe_pickle import PickleLimits, evaluate_pickle, expect_s
 from snapshot.formats.zip_archive import STORED, ZipArchive
 from snapshot.manifest import entries as e
 from snapshot.manifest import values as s
-from snapshot.manifest.containers import SEQUENCES
+from snapshot.manifest.containers import (
+    SEQUENCES,
+    Container,
+    CounterEntry,
+    DefaultdictEntry,
+    DequeEntry,
+    DictEntry,
+    OrderedDictEntry,
+)
 from snapshot.manifest.paths import encode_key, encode_text, find_tagged_keys
 from snapshot.manifest.rank_view import DEEPEST
 from snapshot.state import leaves
@@ -378,7 +386,7 @@ def _is_scalar(value: Any) -> bool:
     return make_scalar(value) is not None
 
 
-def make_container(value: Any, is_item: Callable[[Any], bool] = _is_scalar) -> tuple[e.Container, list[Any]] | None:
+def make_container(value: Any, is_item: Callable[[Any], bool] = _is_scalar) -> tuple[Container, list[Any]] | None:
     """Return a container's entry, and its children in order; None if entries cannot represent it.
 
     `is_item` returns True for the possible elements of sets.
@@ -391,13 +399,13 @@ def make_container(value: Any, is_item: Callable[[Any], bool] = _is_scalar) -> t
         longest = value.maxlen
         if longest is not None and (type(longest) is not int or longest < len(value)):
             return None
-        return e.DequeEntry(len(children), maxlen=longest), children
+        return DequeEntry(len(children), maxlen=longest), children
     if kind not in SEQUENCES or (kind in (set, frozenset) and not all(map(is_item, children))):
         return None
     return SEQUENCES[kind](len(children)), children
 
 
-def _make_dict(value: dict[Any, Any]) -> tuple[e.Container, list[Any]] | None:
+def _make_dict(value: dict[Any, Any]) -> tuple[Container, list[Any]] | None:
     items = list(dict.items(value))
     keys = [encode_key(key) for key, _ in items]
     if None in keys or type(value) not in _DICTS:
@@ -415,11 +423,11 @@ def _make_dict(value: dict[Any, Any]) -> tuple[e.Container, list[Any]] | None:
 _FACTORIES = ("list", "dict", "set", "tuple", "int", "float", "str", "bool", "OrderedDict")
 
 
-def _find_factory(value: Any) -> tuple[type[e.DictEntry], dict[str, Any]] | None:
+def _find_factory(value: Any) -> tuple[type[DictEntry], dict[str, Any]] | None:
     if value.factory is None:
-        return e.DefaultdictEntry, {"factory": "None"}
+        return DefaultdictEntry, {"factory": "None"}
     name = getattr(value.factory, "name", "").rpartition(".")[2]
-    return (e.DefaultdictEntry, {"factory": name}) if name in _FACTORIES else None
+    return (DefaultdictEntry, {"factory": name}) if name in _FACTORIES else None
 
 
 def _creates_ordered(value: Any) -> bool:
@@ -427,10 +435,10 @@ def _creates_ordered(value: Any) -> bool:
     return type(value) is p.DefaultDict and getattr(value.factory, "name", "").endswith("OrderedDict")
 
 
-_DICTS: dict[Any, Callable[[Any], tuple[type[e.DictEntry], dict[str, Any]] | None]] = {
-    dict: lambda value: (e.DictEntry, {}),
-    collections.OrderedDict: lambda value: (e.OrderedDictEntry, {"module_versions": _read_versions(value)}),
-    p.Counter: lambda value: (e.CounterEntry, {}),
+_DICTS: dict[Any, Callable[[Any], tuple[type[DictEntry], dict[str, Any]] | None]] = {
+    dict: lambda value: (DictEntry, {}),
+    collections.OrderedDict: lambda value: (OrderedDictEntry, {"module_versions": _read_versions(value)}),
+    p.Counter: lambda value: (CounterEntry, {}),
     p.DefaultDict: _find_factory,
 }
 
@@ -608,7 +616,7 @@ def make_value(path: str, node: p.Node, storages: _Storages, length: int) -> Any
     values = {
         below: _make_leaf_value(below, entry, inline, storages)
         for below, entry in entries.items()
-        if not isinstance(entry, e.Container)
+        if not isinstance(entry, Container)
     }
     return inflate_tree(path, entries, values)
 

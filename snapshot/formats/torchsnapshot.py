@@ -16,6 +16,7 @@ from snapshot.formats.to_entries import make_scalar
 from snapshot.io.aio import gather_limited
 from snapshot.io.storage import Storage
 from snapshot.manifest import entries as e
+from snapshot.manifest.containers import DictEntry, ListEntry, OrderedDictEntry
 from snapshot.manifest.document import METADATA, ForeignFile, measure_nesting
 from snapshot.manifest.paths import encode_component, encode_key, find_tagged_keys
 from snapshot.manifest.rank_view import DEEPEST, is_rank
@@ -139,7 +140,7 @@ class _Manifest:
             entry.replicated = replicated
             return entry
         make: dict[str, Callable[[], Any]] = {
-            "list": lambda: e.ListEntry(self._count_children(path)),
+            "list": lambda: ListEntry(self._count_children(path)),
             "Tensor": lambda: self._make_tensor(raw, replicated),
             "ChunkedTensor": lambda: e.ChunkedTensorEntry(
                 _parse_dtype(raw["dtype"]), _parse_sizes(raw["shape"]), self._make_shards(raw["chunks"]), replicated
@@ -152,7 +153,7 @@ class _Manifest:
             raise UnsupportedFormatError(f"{self._where}: {path[:200]}: unknown type {str(kind)[:80]!r}")
         return make[kind]()
 
-    def _make_dict(self, made: Any, path: str, named: list[Any]) -> e.DictEntry:
+    def _make_dict(self, made: Any, path: str, named: list[Any]) -> DictEntry:
         keys = [key for key in named if self._has_entry(_child_path(path, key))]
         if not all(type(key) in (str, int) for key in keys):
             raise ValueError(f"{path[:200]!r}: keys must be str or int")
@@ -235,7 +236,7 @@ def _parse_dtype(given: Any) -> str:
     return name
 
 
-_DICTS = {"dict": e.DictEntry, "OrderedDict": e.OrderedDictEntry}
+_DICTS = {"dict": DictEntry, "OrderedDict": OrderedDictEntry}
 _VALUES: dict[str, Callable[[str], Any]] = {
     "int": int,
     "str": str,

@@ -31,7 +31,7 @@ from snapshot.manifest.document import (
     save_id_in,
 )
 from snapshot.manifest.entries import TensorEntry
-from snapshot.manifest.values import Scalar
+from snapshot.manifest.values import Entry, Scalar
 from snapshot.tensors.digest import RunningDigest, digest_bytes
 from snapshot.tensors.geometry import Box, boxes_of_range, intersect
 from snapshot.tensors.memory import BY_NAME, is_plain, view_memory
@@ -42,7 +42,7 @@ Place = tuple[str, int, int]
 """A file, and the begin and end of a range in it."""
 
 
-def tensors_of(entry: e.Entry) -> list[e.AnyTensor]:
+def tensors_of(entry: Entry) -> list[e.AnyTensor]:
     """Return the tensors of an entry: itself, or its parts."""
     if isinstance(entry, e.TENSORS):
         return [entry]
@@ -53,7 +53,7 @@ def tensors_of(entry: e.Entry) -> list[e.AnyTensor]:
     return []
 
 
-def stored_of(entry: e.Entry) -> list[e.TensorEntry | e.ObjectEntry]:
+def stored_of(entry: Entry) -> list[e.TensorEntry | e.ObjectEntry]:
     """Return the stored ranges of an entry."""
     if isinstance(entry, e.ObjectEntry):
         return [entry]
@@ -100,7 +100,7 @@ def requests_of(
     return list(requests.values())
 
 
-def _check_entry(path: str, entry: e.Entry, files: Files, *, partial: bool) -> None:
+def _check_entry(path: str, entry: Entry, files: Files, *, partial: bool) -> None:
     """Raise CorruptSnapshotError if an entry cannot be read. A foreign tensor may have a type that is only listed."""
     try:
         for held in tensors_of(entry):

@@ -18,9 +18,10 @@ from snapshot.errors import CorruptSnapshotError
 from snapshot.loading.open import Opened
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
+from snapshot.manifest.containers import NamedTupleEntry, OpaqueEntry, RecordEntry, SubclassEntry
 from snapshot.manifest.entries import AnyTensor, is_leaf
 from snapshot.manifest.paths import add_parents, encode_component
-from snapshot.manifest.values import EnumEntry, Scalar, resolve_member
+from snapshot.manifest.values import Entry, EnumEntry, Scalar, resolve_member
 from snapshot.reports import RestoreIssues
 from snapshot.saved import class_name
 from snapshot.state import compound
@@ -189,7 +190,7 @@ class BoundMember(EnumEntry):
         return self.member
 
 
-class BoundRecord(e.RecordEntry):
+class BoundRecord(RecordEntry):
     """An instance of a dataclass or a named tuple that the application has."""
 
     kind: Any = None
@@ -206,7 +207,7 @@ class BoundRecord(e.RecordEntry):
         return self.target
 
 
-class BoundWrapper(e.SubclassEntry):
+class BoundWrapper(SubclassEntry):
     """A new wrapped tensor, of a class that the application has."""
 
     kind: Any = None
@@ -278,9 +279,9 @@ class Binding:
                 continue
             # entries that stay unchanged are not reported
             self._notes = self._said if wanted is None or path in wanted else RestoreIssues()
-            if type(entry) in (e.RecordEntry, e.NamedTupleEntry):
+            if type(entry) in (RecordEntry, NamedTupleEntry):
                 gone.update(self._record(path, entry, entries))
-            elif type(entry) is e.SubclassEntry:
+            elif type(entry) is SubclassEntry:
                 self._wrapper(path, entry, entries)
             else:
                 self._member(path, entry, entries)
@@ -325,7 +326,7 @@ class Binding:
     def _record(self, path: str, entry: Any, entries: dict[str, Any]) -> list[str]:
         """Bind a dataclass or a named tuple. Return the paths of fields that the class lacks."""
         held = self._compounds.get(path)
-        form = compound.RECORD if type(entry) is e.RecordEntry else compound.NAMED
+        form = compound.RECORD if type(entry) is RecordEntry else compound.NAMED
         live = find_form(type(held)) is form
         kind: Any = type(held) if live else self._class(form, entry.obj_type)
         if kind is None:
@@ -362,7 +363,7 @@ class Binding:
 
     # Wrapped tensors
 
-    def _wrapper(self, path: str, entry: e.SubclassEntry, entries: dict[str, Any]) -> None:
+    def _wrapper(self, path: str, entry: SubclassEntry, entries: dict[str, Any]) -> None:
         entry.check(path)
         held = self._compounds.get(path)
         if isinstance(held, torch.Tensor):
@@ -378,7 +379,7 @@ class Binding:
         given._known = self._classes()
         context = dict(entry.context)
         given.bind(context)
-        opaque = any(type(each) in (e.OpaqueEntry, e.RecordEntry, EnumEntry) for each in context.values())
+        opaque = any(type(each) in (OpaqueEntry, RecordEntry, EnumEntry) for each in context.values())
         if kind is None or opaque:
             if self._exact:
                 self._notes.mismatches.append(
@@ -388,7 +389,7 @@ class Binding:
             else:
                 self._unknown(path, entry.obj_type)
             return
-        made = e.SubclassEntry(entry.keys, obj_type=entry.obj_type, context=context)
+        made = SubclassEntry(entry.keys, obj_type=entry.obj_type, context=context)
         entries[path] = BoundWrapper(
             entry.keys,
             replicated=entry.replicated,
@@ -401,7 +402,7 @@ class Binding:
             given=made.context_value(),
         )
 
-    def _filled(self, path: str, entry: e.SubclassEntry, held: Any) -> None:
+    def _filled(self, path: str, entry: SubclassEntry, held: Any) -> None:
         """Bind a live tensor of the same class, whose inner tensors are filled. All other properties must be equal."""
         inner, context = compound.read_inner_tensors(held)
         here = compound.make_wrapper_entry(held, list(inner), flatten_context(held, context))
@@ -420,7 +421,7 @@ class Binding:
             return
         for name in dict.fromkeys([*entry.context, *here.context]):
             saved, live = entry.context.get(name), here.context.get(name)
-            if e.OpaqueEntry in (type(saved), type(live)):
+            if OpaqueEntry in (type(saved), type(live)):
                 self._notes.add("kept", path, f"context{name} cannot be stored; the live tensor keeps its own")
             elif _plain(saved) != _plain(live):
                 self._notes.mismatches.append(
@@ -482,7 +483,7 @@ class Binding:
 
 
 _SETS = (set, frozenset)
-_NAMING = (e.RecordEntry, e.NamedTupleEntry, e.SubclassEntry, EnumEntry)
+_NAMING = (RecordEntry, NamedTupleEntry, SubclassEntry, EnumEntry)
 
 
 def _above(path: str) -> Iterator[str]:
@@ -500,7 +501,7 @@ def _in_context(value: Any) -> list[type]:
     return [type(each) for each in found.values()]
 
 
-def _plain(entry: e.Entry | None) -> Any:
+def _plain(entry: Entry | None) -> Any:
     """Return the part of an entry that must be equal in two contexts; class names may have changed."""
     if isinstance(entry, EnumEntry):
         return "Enum", entry.held, entry.serialized_value if entry.held is not None else entry.name
@@ -509,7 +510,7 @@ def _plain(entry: e.Entry | None) -> Any:
     return type(entry), getattr(entry, "keys", None), getattr(entry, "length", None), getattr(entry, "maxlen", None)
 
 
-def _shown(entry: e.Entry | None) -> str:
+def _shown(entry: Entry | None) -> str:
     if entry is None:
         return "not there"
     if isinstance(entry, Scalar):

@@ -13,9 +13,11 @@ from snapshot.io.loop import run
 from snapshot.loading.open import Opened, expect_files
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
+from snapshot.manifest.containers import Container, DictEntry
 from snapshot.manifest.document import Document, check_tensor, find_locations
 from snapshot.manifest.paths import add_parents, decode_component, encode_component
 from snapshot.manifest.rank_view import RankView, adopt_entry, is_shared, make_rank_view, rename_entries
+from snapshot.manifest.values import Entry
 from snapshot.maps.recipe import RecipeTarget, Spec
 from snapshot.maps.tensor_map import MapPlan, TensorMap
 from snapshot.tensors.geometry import Grid, split_shape
@@ -145,12 +147,12 @@ def _join(base: str, name: str) -> str:
     return f"{base}/{encode_component(name)}" if base else encode_component(name)
 
 
-def _find_dropped_values(known: Mapping[str, e.Entry], base: str, tensor_map: TensorMap) -> list[str]:
+def _find_dropped_values(known: Mapping[str, Entry], base: str, tensor_map: TensorMap) -> list[str]:
     """Return the values other than tensors that a rule drops. Raise if a rule uses one."""
     named = {
         path: tensor_map.drops(name)
         for path, entry in known.items()
-        if not isinstance(entry, (e.Container, *e.TENSORS))
+        if not isinstance(entry, (Container, *e.TENSORS))
         for level, name in _names_below(path)
         if level == base and tensor_map.matches(name)
     }
@@ -237,13 +239,11 @@ def _sources_of(entry: e.AnyTensor) -> list[e.AnyTensor]:
 
 def _with_containers(kept: Mapping[str, Any], before: Mapping[str, Any], gone: set[str]) -> dict[str, Any]:
     """Return entries whose containers name their new contents. Containers that the map has emptied are left out."""
-    leaves = {path for path, entry in kept.items() if not isinstance(entry, e.Container)}
+    leaves = {path for path, entry in kept.items() if not isinstance(entry, Container)}
     needed = add_parents(leaves)
     held = add_parents(gone) - gone
     lists = [
-        path
-        for path in held
-        if isinstance(entry := before.get(path), e.Container) and not isinstance(entry, e.DictEntry)
+        path for path in held if isinstance(entry := before.get(path), Container) and not isinstance(entry, DictEntry)
     ]
     emptied = {path for path in held if path not in needed and "/" in path}
     broken = sorted(path for path in lists if path not in emptied)

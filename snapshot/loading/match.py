@@ -15,10 +15,11 @@ from snapshot.loading.live import Binding, Twin, find_other_owner, find_tied, is
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.loading.restore_options import CASTS, RestoreOptions
 from snapshot.manifest import entries as e
+from snapshot.manifest.containers import Container
 from snapshot.manifest.document import check_tensor
 from snapshot.manifest.paths import encode_component
 from snapshot.manifest.rank_view import RankView, adopt_entry, remove_entry
-from snapshot.manifest.values import Scalar
+from snapshot.manifest.values import Entry, Scalar
 from snapshot.reports import RestoreIssues
 from snapshot.saved import class_name
 from snapshot.state import leaves
@@ -146,7 +147,7 @@ class LeafMatcher:
         for piece in target.pieces:
             self._reads.into_box(path, entry, piece.box, piece.tensor, live=live)
 
-    def match_other(self, adapter: RestoreAdapter, path: str, entry: e.Entry, held: Any) -> None:
+    def match_other(self, adapter: RestoreAdapter, path: str, entry: Entry, held: Any) -> None:
         """Match any other pair: arrays, generators, objects, and tensors of several parts."""
         if isinstance(entry, e.TENSORS) and isinstance(held, torch.Tensor):
             self.match_tensor(adapter, path, entry, held)
@@ -182,7 +183,7 @@ class LeafMatcher:
     def _make_new(
         self,
         path: str,
-        entry: e.Entry,
+        entry: Entry,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -197,7 +198,7 @@ class LeafMatcher:
         chosen = adapter.choose_state_dtype(path, entry) if isinstance(adapter, StateOfParameters) else None
         return chosen or BY_NAME.get(entry.dtype)
 
-    def replace(self, adapter: RestoreAdapter, path: str, entry: e.Entry) -> None:
+    def replace(self, adapter: RestoreAdapter, path: str, entry: Entry) -> None:
         """Handle an entry of another kind than the live value: an error for a module, a new value otherwise."""
         if adapter.by_name and isinstance(adapter.live.get(path), torch.Tensor):
             self._notes.mismatches.append(f"{path}: the snapshot has a {entry.type}, the application a tensor")
@@ -300,7 +301,7 @@ class Matcher:
             ):
                 self.matched.restored += 1
                 continue
-            if isinstance(entry, e.Container):
+            if isinstance(entry, Container):
                 if isinstance(held, torch.Tensor) and adapter.by_name:
                     self._notes.mismatches.append(f"{path}: the snapshot has a {entry.type}, the application a tensor")
                 continue
@@ -524,5 +525,5 @@ _READ = (e.TensorEntry, e.ShardedTensorEntry)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _is_shared(entry: e.Entry | None) -> bool:
+def _is_shared(entry: Entry | None) -> bool:
     return isinstance(entry, e.ShardedTensorEntry) or (entry is not None and entry.replicated)

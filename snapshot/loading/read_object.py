@@ -19,11 +19,12 @@ from snapshot.loading.open import Opened, expect_files
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.loading.shared_memory import find_shared_memory
 from snapshot.manifest import entries as e
+from snapshot.manifest.containers import Container
 from snapshot.manifest.document import Document, check_shape, check_tensor, check_tree, find_locations
 from snapshot.manifest.paths import encode_component
 from snapshot.manifest.plain_tree import PLAIN_TREE
 from snapshot.manifest.rank_view import find_rank_paths, is_rank, make_rank_view, resolve_path, suggest_names
-from snapshot.manifest.values import EnumEntry
+from snapshot.manifest.values import Entry, EnumEntry
 from snapshot.reports import RestoreIssues
 from snapshot.state import leaves
 from snapshot.state.flatten import Flattened, collect_leaves, inflate_tree
@@ -103,7 +104,7 @@ def expand_trees(opened: Opened, entries: dict[str, Any], wanted: Callable[[str]
     entries.update(made)
 
 
-def is_tree(entry: e.Entry | None) -> bool:
+def is_tree(entry: Entry | None) -> bool:
     """Return True if an entry is a tree of plain values."""
     return isinstance(entry, e.ObjectEntry) and entry.serializer == PLAIN_TREE
 
@@ -133,7 +134,7 @@ def read_object(
     read_plan = ReadPlan(document.files, allow_pickle=allow_pickle)
     if box is not None:
         return _read_box(opened, read_plan, path, entry=entry, obj_out=obj_out, box=box, verify=verify)
-    if isinstance(entry, (e.Container, EnumEntry)):
+    if isinstance(entry, (Container, EnumEntry)):
         return read_tree(opened, read_plan, path, tree=tree, verify=verify, out=obj_out)
     target = find_shards(path, obj_out) if isinstance(entry, e.TENSORS) and obj_out is not None else None
     if target is not None:
@@ -247,7 +248,7 @@ def _entries_below(opened: Opened, path: str) -> dict[str, Any]:
     manifest: Mapping[str, Any] = document.manifest
     number, _, logical = path.partition("/")
     entry = manifest.get(path)
-    if entry is not None and not isinstance(entry, e.Container):
+    if entry is not None and not isinstance(entry, Container):
         return {path: entry}
     if document.world_size > 1 and number.isdecimal() and int(number) < document.world_size:
         view = make_rank_view(manifest, int(number), document.world_size, document.world_size)
@@ -282,7 +283,7 @@ def read_tree(
     run(expect_files(opened, find_locations(tree, opened.document.files)))
     places = _bind_classes(path, tree, out, read_plan)
     for below, entry in tree.items():
-        if isinstance(entry, e.Container) or below in read_plan.values:
+        if isinstance(entry, Container) or below in read_plan.values:
             continue
         held = places.get(below)
         if isinstance(entry, e.TENSORS) and isinstance(held, torch.Tensor):
@@ -343,7 +344,7 @@ def _read_box(
     read_plan: ReadPlan,
     path: str,
     *,
-    entry: e.Entry,
+    entry: Entry,
     obj_out: Any,
     box: Sequence[slice | int],
     verify: bool,

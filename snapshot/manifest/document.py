@@ -15,24 +15,19 @@ import numpy as np
 
 from snapshot.decoding import UNREADABLE, decode_json
 from snapshot.errors import CorruptSnapshotError, SnapshotError, UnsupportedFormatError
+from snapshot.manifest.containers import Compound, Container, FrozensetEntry, SetEntry, SliceEntry, TupleEntry
 from snapshot.manifest.entries import (
     TENSORS,
     AnyEntry,
     AnyTensor,
     ChunkedTensorEntry,
-    Compound,
-    Container,
-    FrozensetEntry,
     MappedTensorEntry,
     NDArrayEntry,
     ObjectEntry,
-    SetEntry,
     Shard,
     ShardedTensorEntry,
-    SliceEntry,
     TensorEntry,
     TensorPartsEntry,
-    TupleEntry,
     count_entries,
     needs_third_format,
 )

@@ -11,8 +11,10 @@ from typing import Any
 import msgspec
 
 from snapshot.errors import CorruptSnapshotError, RestoreError
-from snapshot.manifest.entries import Container, DictEntry, Entry, OrderedDictEntry, ShardedTensorEntry, is_leaf
+from snapshot.manifest.containers import Container, DictEntry, OrderedDictEntry
+from snapshot.manifest.entries import ShardedTensorEntry, is_leaf
 from snapshot.manifest.paths import decode_component, decode_key, encode_key, find_tagged_keys
+from snapshot.manifest.values import Entry
 
 
 @dataclass(slots=True)

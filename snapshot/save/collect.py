@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from snapshot.errors import UnsafeObjectError
 from snapshot.events import log, warn
 from snapshot.io.system import PerProcess
-from snapshot.manifest.entries import DictEntry, Extra
+from snapshot.manifest.containers import DictEntry
+from snapshot.manifest.entries import Extra
 from snapshot.manifest.paths import encode_component, encode_key
 from snapshot.plan.names import find_unmatched, matcher
 from snapshot.state.flatten import Flattened

@@ -23,7 +23,7 @@ from snapshot.distributed.known_replication import replication_memory
 from snapshot.errors import SnapshotError
 from snapshot.events import log, warn
 from snapshot.io.system import PerProcess
-from snapshot.manifest import entries as e
+from snapshot.manifest.containers import Container
 from snapshot.manifest.paths import encode_component
 from snapshot.manifest.plain_tree import PLAIN_TREE
 from snapshot.manifest.values import Scalar
@@ -255,7 +255,7 @@ def find_candidates(flat: Flattened, rules: ReplicationRules, digest: DigestLeav
             if wanted or len(blob.data) <= SMALL or blob.serializer == PLAIN_TREE:
                 found.items[path] = _digest(f"{path}\0{blob.serializer}\0".encode() + _digest(blob.data))
             structure.append(f"{path}\0{blob.serializer}\0{wanted}")
-        elif isinstance(entry, e.Container):
+        elif isinstance(entry, Container):
             text = f"{path}\0{msgspec.json.encode(entry).decode()}"
             found.items[path] = _digest(text.encode())
             structure.append(text)
@@ -515,7 +515,7 @@ def _warn_of_differences(flat: Flattened, rules: ReplicationRules, paths: frozen
         and rules.is_replicated(path)
         and not rules.is_private(path)
         and path not in flat.shards
-        and not isinstance(entry, e.Container)
+        and not isinstance(entry, Container)
     ]
     sharded = [path for path in flat.shards if rules.matches_glob(path)]
     if left:

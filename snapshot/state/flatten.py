@@ -20,8 +20,21 @@ from msgspec.structs import replace
 
 from snapshot.errors import CorruptSnapshotError, RestoreError, SnapshotError
 from snapshot.manifest import entries as e
-from snapshot.manifest.containers import CONFIG, NAMESPACES, SEQUENCES, encode_object
-from snapshot.manifest.entries import Compound, Container, DictEntry
+from snapshot.manifest.containers import (
+    CONFIG,
+    NAMESPACES,
+    SEQUENCES,
+    Compound,
+    Container,
+    DequeEntry,
+    DictEntry,
+    NamedTupleEntry,
+    OpaqueEntry,
+    RecordEntry,
+    SliceEntry,
+    SubclassEntry,
+    encode_object,
+)
 from snapshot.manifest.paths import (
     add_parents,
     decode_key,
@@ -252,7 +265,7 @@ class Flattened(TensorLeaves):
         if depth and type(value) is list and value and type(value[0]) in PLAIN_KINDS and self._add_tree(path, value):
             return
         if type(value) is deque:
-            self.entries[path] = e.DequeEntry(len(value), maxlen=value.maxlen)
+            self.entries[path] = DequeEntry(len(value), maxlen=value.maxlen)
         else:
             self.entries[path] = SEQUENCES[type(value)](len(value))
         visitors, excluded = _VISITORS, self._excluded
@@ -263,7 +276,7 @@ class Flattened(TensorLeaves):
 
     def _add_slice(self, path: str, value: slice, depth: int) -> None:
         self._check_depth(path, depth)
-        self.entries[path] = e.SliceEntry(3)
+        self.entries[path] = SliceEntry(3)
         for i, child in enumerate((value.start, value.stop, value.step)):
             _VISITORS.get(type(child), Flattened._add_value)(self, f"{path}/{i}", child, depth + 1)
 
@@ -294,7 +307,7 @@ class Flattened(TensorLeaves):
             visitors.get(type(child), Flattened._add_value)(self, below, child, depth + 1)
 
     def _add_included(
-        self, path: str, entry: e.DictEntry, value: dict[Any, Any], depth: int, excluded: Callable[[str], bool]
+        self, path: str, entry: DictEntry, value: dict[Any, Any], depth: int, excluded: Callable[[str], bool]
     ) -> None:
         """Flatten the values of a dict that are not excluded."""
         gone = []
@@ -369,12 +382,12 @@ class Flattened(TensorLeaves):
 
     def _add_record(self, path: str, value: Any, depth: int) -> None:
         self._add_parts(
-            path, value, e.RecordEntry([], obj_type=class_name(type(value))), compound.read_attributes(value), depth
+            path, value, RecordEntry([], obj_type=class_name(type(value))), compound.read_attributes(value), depth
         )
 
     def _add_named_tuple(self, path: str, value: Any, depth: int) -> None:
         if compound.is_complete(value):
-            entry = e.NamedTupleEntry([], obj_type=class_name(type(value)))
+            entry = NamedTupleEntry([], obj_type=class_name(type(value)))
             self._add_parts(path, value, entry, compound.read_attributes(value), depth)
         else:
             self._add_object(path, value)
@@ -392,14 +405,14 @@ class Flattened(TensorLeaves):
             self.entries[path] = None
             self.blobs.append(Blob(path, stored.data, stored.serializer, stored.kind))
 
-    def _add_parts(self, path: str, value: Any, entry: e.Compound, held: dict[str, Any], depth: int) -> None:
+    def _add_parts(self, path: str, value: Any, entry: Compound, held: dict[str, Any], depth: int) -> None:
         within, self._within = self._within, True
         try:
             self._add_fields(path, value, entry, held=held, depth=depth)
         finally:
             self._within = within
 
-    def _add_fields(self, path: str, value: Any, entry: e.Compound, *, held: dict[str, Any], depth: int) -> None:
+    def _add_fields(self, path: str, value: Any, entry: Compound, *, held: dict[str, Any], depth: int) -> None:
         """Flatten an object as its parts; `entry` has no keys yet."""
         self._check_depth(path, depth)
         keys = [encode_key(each) for each in held]
@@ -421,7 +434,7 @@ class Flattened(TensorLeaves):
         )
         return True
 
-    def _add_inner_tensors(self, path: str, entry: e.SubclassEntry, inner: dict[str, Any]) -> None:
+    def _add_inner_tensors(self, path: str, entry: SubclassEntry, inner: dict[str, Any]) -> None:
         """Flatten inner tensors without preparing them, since only their class can interpret them."""
         self.entries[path] = entry
         prepare, self._prepare = self._prepare, None
@@ -441,7 +454,7 @@ class Flattened(TensorLeaves):
             self._add_known_object(path, value, depth)
         elif value.kind == compound.ENUM:
             self._add_member(path, value)
-        elif value.kind == compound.WRAPPER and isinstance(value._entry, e.SubclassEntry):
+        elif value.kind == compound.WRAPPER and isinstance(value._entry, SubclassEntry):
             entry = value._entry
             self._add_inner_tensors(path, entry, {name: value[name] for name in entry.list_names()})
         elif value.kind == composite.KIND:
@@ -507,7 +520,7 @@ class _Context(Flattened):
     """The context of a wrapper class: plain values, and the class name of any other object."""
 
     def _add_object(self, path: str, value: Any) -> None:
-        self.entries[path] = e.OpaqueEntry(class_name(type(value)))
+        self.entries[path] = OpaqueEntry(class_name(type(value)))
 
     def _add_tensor_like(self, path: str, tensor: torch.Tensor) -> None:
         self._add_object(path, tensor)
@@ -526,9 +539,9 @@ def flatten_context(tensor: Any, context: Any) -> dict[str, Any]:
     """Return the context of a wrapped tensor's class, as entries."""
     flat = _Context()
     flat._add_value("", compound.describe_context(tensor, context), 0)
-    plain = (Scalar, e.Container)
+    plain = (Scalar, Container)
     return {
-        path: entry if isinstance(entry, plain) and not isinstance(entry, e.SubclassEntry) else e.OpaqueEntry("tensor")
+        path: entry if isinstance(entry, plain) and not isinstance(entry, SubclassEntry) else OpaqueEntry("tensor")
         for path, entry in flat.entries.items()
     }
 
@@ -550,4 +563,4 @@ _VISITORS: dict[type, _Visitor] = {
     SavedObject: Flattened._add_saved,
     **dict.fromkeys(NAMESPACES, Flattened._add_known_object),
 }
-_NAMED_PARTS: dict[str, type[e.Compound]] = {compound.RECORD: e.RecordEntry, compound.NAMED: e.NamedTupleEntry}
+_NAMED_PARTS: dict[str, type[Compound]] = {compound.RECORD: RecordEntry, compound.NAMED: NamedTupleEntry}

@@ -19,6 +19,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from snapshot.errors import CorruptSnapshotError, SnapshotError
 from snapshot.manifest import entries as e
+from snapshot.manifest.containers import CounterEntry, DefaultdictEntry, DictEntry, OrderedDictEntry, find_factory_name
 from snapshot.manifest.values import Entry
 from snapshot.state.compound import is_wrapped_local
 from snapshot.state.foreign_parts import refuse_empty
@@ -30,18 +31,18 @@ from snapshot.tensors.memory import BY_NAME, NAMES, is_plain, measure_span, view
 # The entries of dicts, by their type, with the details that restore each exactly.
 
 
-def find_dict_maker(value: dict[Any, Any]) -> Callable[[list[Any], list[int] | None], e.DictEntry] | None:
+def find_dict_maker(value: dict[Any, Any]) -> Callable[[list[Any], list[int] | None], DictEntry] | None:
     """Return a function that creates the entry of this type of dict; None if a factory cannot be recorded."""
     kind = type(value)
     if kind is dict:
-        return e.DictEntry
+        return DictEntry
     if kind is Counter:
-        return e.CounterEntry
+        return CounterEntry
     if kind is defaultdict:
-        factory = e.find_factory_name(value.default_factory)  # type: ignore[attr-defined]
-        return None if factory is None else lambda keys, tagged: e.DefaultdictEntry(keys, tagged, factory=factory)
+        factory = find_factory_name(value.default_factory)  # type: ignore[attr-defined]
+        return None if factory is None else lambda keys, tagged: DefaultdictEntry(keys, tagged, factory=factory)
     versions = read_module_versions(getattr(value, "_metadata", None))
-    return lambda keys, tagged: e.OrderedDictEntry(keys, tagged, module_versions=versions)
+    return lambda keys, tagged: OrderedDictEntry(keys, tagged, module_versions=versions)
 
 
 def read_module_versions(metadata: Any) -> dict[str, dict[str, Any]] | None:

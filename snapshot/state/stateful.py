@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from snapshot.events import warn
-from snapshot.manifest.entries import DictEntry
+from snapshot.manifest.containers import DictEntry
 from snapshot.manifest.paths import decode_key, encode_component
 from snapshot.state.flatten import MISSING, collect_leaves
 from snapshot.state.foreign_parts import read_state

@@ -25,10 +25,12 @@ from snapshot.loading.left_out import stored_in
 from snapshot.loading.open import Opened, expect_files, open_checkpoint
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
+from snapshot.manifest.containers import Container, DictEntry
 from snapshot.manifest.document import Document, check_tensor, find_locations
 from snapshot.manifest.entries import is_leaf
 from snapshot.manifest.paths import add_parents
 from snapshot.manifest.rank_view import RankView, make_rank_view, rename_entries, suggest_names
+from snapshot.manifest.values import Entry
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.plan.layout import PartitionItem, partition_items
 from snapshot.plan.names import Rename, compile_rename, find_unmatched, matcher
@@ -57,7 +59,7 @@ def chosen_of_ranks(
         while rest:
             path = rest.pop()
             entry = seen[path]
-            for name in entry.components() if isinstance(entry, e.Container) else ():
+            for name in entry.components() if isinstance(entry, Container) else ():
                 below = f"{path}/{name}"
                 if below not in seen and below in union:
                     seen[below] = union[below]
@@ -113,10 +115,10 @@ def _rename_paths(entries: dict[str, Any], change: Callable[[str], str]) -> dict
     held = Counter(path.rpartition("/")[0] for path in made)
     for path, entry in made.items():
         above = path.rpartition("/")[0]
-        if above and not isinstance(made[above], e.Container):
+        if above and not isinstance(made[above], Container):
             raise RestoreError(f"{path}: rename moves it below {above}, which is not a container", [path])
-        whole = isinstance(entry, e.Container) and all(f"{path}/{name}" in made for name in entry.components())
-        if isinstance(entry, e.Container) and not (whole and held[path] == entry.width):
+        whole = isinstance(entry, Container) and all(f"{path}/{name}" in made for name in entry.components())
+        if isinstance(entry, Container) and not (whole and held[path] == entry.width):
             raise RestoreError(f"{path}: rename must not add or remove elements of a sequence", [path])
     return made
 
@@ -129,9 +131,9 @@ def _with_containers(entries: Mapping[str, Any], leaves: set[str]) -> dict[str, 
         if path not in needed:
             continue
         kept[path] = entry
-        if isinstance(entry, e.Container) and entry.width:
+        if isinstance(entry, Container) and entry.width:
             gone = [f"{path}/{name}" not in needed for name in entry.components()]
-            if any(gone) and not isinstance(entry, e.DictEntry):
+            if any(gone) and not isinstance(entry, DictEntry):
                 raise RestoreError(f"{path}: a sequence can only be selected whole or not at all", [path])
             kept[path] = entry.without_children(gone)
     return kept
@@ -229,12 +231,12 @@ class Objects:
         )
 
 
-def is_leaf_value(entry: e.Entry) -> bool:
+def is_leaf_value(entry: Entry) -> bool:
     """Return True if an entry is neither a container nor a tensor."""
-    return not isinstance(entry, (e.Container, *e.TENSORS))
+    return not isinstance(entry, (Container, *e.TENSORS))
 
 
-def is_foreign_object(document: Document, entry: e.Entry) -> bool:
+def is_foreign_object(document: Document, entry: Entry) -> bool:
     """Return True if an entry is an object from another library, which may hold plain values."""
     return isinstance(entry, e.ObjectEntry) and isinstance(document, ForeignDocument)
 

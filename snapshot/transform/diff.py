@@ -18,10 +18,11 @@ from snapshot.loading.open import Opened
 from snapshot.loading.read_object import expand_objects, expand_trees, is_tree
 from snapshot.loading.read_requests import is_packed, place_of
 from snapshot.manifest import entries as e
+from snapshot.manifest.containers import Container, DictEntry
 from snapshot.manifest.document import OWN_FORMATS, Document
 from snapshot.manifest.entries import is_leaf
 from snapshot.manifest.rank_view import MOST_RANKS, is_rank
-from snapshot.manifest.values import Scalar
+from snapshot.manifest.values import Entry, Scalar
 from snapshot.plan.names import Rename, expect_globs, find_unmatched, matcher
 from snapshot.reports import Change, Diff
 from snapshot.state.stateful import RestoreAdapter
@@ -55,14 +56,14 @@ class EntryDifference:
         self.details.append(detail)
 
 
-def kind_of(entry: e.Entry) -> str:
+def kind_of(entry: Entry) -> str:
     """Return the readable type of an entry. All tensors are `Tensor`, however they are split."""
     if isinstance(entry, e.TENSORS):
         return "Tensor"
     return entry.kind if isinstance(entry, e.TensorPartsEntry) else entry.type
 
 
-def value_text(entry: e.Entry) -> str:
+def value_text(entry: Entry) -> str:
     """Return a short description of an entry."""
     if isinstance(entry, Scalar):
         text = entry.readable or entry.serialized_value
@@ -84,7 +85,7 @@ def compare_entries(
         return found, pairs  # most entries, in a few steps
     if kind_of(a) != kind_of(b):
         found.add("kind", f"{value_text(a)} -> {value_text(b)}")
-    elif isinstance(a, e.Container):
+    elif isinstance(a, Container):
         _compare_containers(found, a, b, same_format)
     elif isinstance(a, Scalar):
         if a.identity != b.identity:
@@ -123,9 +124,9 @@ def _compare_kinds(a: Scalar, b: Scalar) -> str:
     return f"{kind_of(a)} {texts[0]} -> {texts[1]}, from character {first:,} on"
 
 
-def _compare_containers(found: EntryDifference, a: e.Container, b: e.Container, same_format: bool) -> None:
+def _compare_containers(found: EntryDifference, a: Container, b: Container, same_format: bool) -> None:
     """Compare the properties of containers that their children do not show: order, length, key types and settings."""
-    if isinstance(a, e.DictEntry) and isinstance(b, e.DictEntry):
+    if isinstance(a, DictEntry) and isinstance(b, DictEntry):
         here, there = (dict(zip(each.components(), each.keys, strict=True)) for each in (a, b))
         both = [name for name in here if name in there]
         if any(here[name] != there[name] for name in both):
@@ -265,7 +266,7 @@ def _compare_objects(found: EntryDifference, pairs: list[Pair], path: str, a: e.
         pairs.append(Pair(path, as_bytes(a), as_bytes(b), "uint8"))
 
 
-def content_of(entry: e.Entry) -> Any:
+def content_of(entry: Entry) -> Any:
     """Return a key of an entry's bytes, or None if it has no bytes or no digests."""
     if isinstance(entry, e.TENSORS):
         held = _digests_of(entry)
@@ -324,7 +325,7 @@ class DiffNames:
         for name, form in self.forms.items():
             new = change(name).strip("/")
             if not new:
-                if not all(isinstance(entry, e.Container) for entry in form.values()):
+                if not all(isinstance(entry, Container) for entry in form.values()):
                     raise RestoreError(
                         f"rename must not give {name!r} an empty name; only a container may have one", [name]
                     )

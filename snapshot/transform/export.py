@@ -21,7 +21,9 @@ from snapshot.io.budget import MemoryBudget
 from snapshot.io.session import Session
 from snapshot.loading.open import Opened
 from snapshot.manifest import entries as e
+from snapshot.manifest.containers import Container
 from snapshot.manifest.paths import decode_component
+from snapshot.manifest.values import Entry
 from snapshot.plan.layout import Extent, FilePlan
 from snapshot.progress import Meter
 from snapshot.reports import ConvertReport
@@ -56,7 +58,7 @@ def name_tensors(entries: Mapping[str, Any], paths: Iterable[str]) -> dict[str, 
 
     Raise RestoreError if two paths would get one name.
     """
-    tops = {path.partition("/")[0] for path, entry in entries.items() if not isinstance(entry, e.Container)}
+    tops = {path.partition("/")[0] for path, entry in entries.items() if not isinstance(entry, Container)}
     one = len(tops) == 1 and all(path.count("/") for path in entries if path not in tops)
     names: dict[str, str] = {}
     owners: dict[str, str] = {}
@@ -253,8 +255,8 @@ class Export:
                 plan.left_out.append(f"{path}: {with_article(entry.type)}")
         plan.changed += target.memory_changes(self.entries, lambda *_: False)
 
-    def _is_odd(self, entry: e.Entry) -> bool:
-        return not isinstance(entry, e.Container) or entry.width == 0
+    def _is_odd(self, entry: Entry) -> bool:
+        return not isinstance(entry, Container) or entry.width == 0
 
     # torch.save
 

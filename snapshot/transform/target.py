@@ -30,7 +30,8 @@ from snapshot.io.url import URL, Location, expect_mapping
 from snapshot.loading.open import Opened
 from snapshot.loading.read_object import expand_trees
 from snapshot.manifest import entries as e
-from snapshot.manifest.values import EnumEntry
+from snapshot.manifest.containers import Compound, DictEntry
+from snapshot.manifest.values import Entry, EnumEntry
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.plan.layout import partition_items
 from snapshot.plan.names import Rename, expect_globs
@@ -203,8 +204,8 @@ def without_classes(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
     made: dict[str, Any] = {}
     lines = []
     for path, entry in entries.items():
-        if isinstance(entry, e.Compound):
-            made[path] = e.DictEntry(entry.keys, entry.tagged, entry.replicated)
+        if isinstance(entry, Compound):
+            made[path] = DictEntry(entry.keys, entry.tagged, entry.replicated)
             lines.append(f"{path}: the class {entry.described}; stored as a dict")
         elif isinstance(entry, EnumEntry):
             made[path] = entry.to_scalar()
@@ -278,7 +279,7 @@ def _find_overlaps(views: list[tuple[int, int, str, str]], is_kept: Callable[[st
             reach, owner = end, path
 
 
-def array_changes(path: str, entry: e.Entry) -> Iterator[str]:
+def array_changes(path: str, entry: Entry) -> Iterator[str]:
     """Yield a line for a NumPy array whose dtype a pickle does not keep: NumPy reads most in the native order."""
     if isinstance(entry, e.NDArrayEntry) and not entry.scalar:
         dtype = leaves.read_dtype(path, entry.dtype)
@@ -435,7 +436,7 @@ class Recording:
         self.uncast: list[str] = []
         """Entries that keep their dtype although another one was requested."""
 
-    def add(self, path: str, entry: e.Entry) -> None:
+    def add(self, path: str, entry: Entry) -> None:
         """Record an entry under its path in the manifest. Objects are recorded together."""
         if entry.replicated:
             self.replicated.add(path)
@@ -455,7 +456,7 @@ class Recording:
         elif not isinstance(entry, e.ObjectEntry):
             self.flat.entries[path] = self._cast_record(entry)
 
-    def _cast_record(self, entry: e.Entry) -> Any:
+    def _cast_record(self, entry: Entry) -> Any:
         """Return an optimizer's entry, with the parameters' new dtypes in its record."""
         record = getattr(entry, "optimizer", None)
         if record is None or self._choice.dtype is None:

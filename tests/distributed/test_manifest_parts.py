@@ -138,20 +138,20 @@ def test_manifest_parts_read_on_more_ranks_are_those_of_their_boxes(four, two, f
 
 def _mislead(path, wrong):
     """Save with placements in the manifest that are not those of the boxes."""
-    from snapshot.save import replication
+    from snapshot.manifest import entries
 
     mesh = init_device_mesh("cpu", (4,))
-    usual = replication.e.DTensorEntry
+    usual = entries.DTensorEntry
 
     def lying(dtype, shape, shards, mesh, placements):
         return usual(dtype, shape, shards, mesh, wrong)
 
-    replication.e.DTensorEntry = lying
+    entries.DTensorEntry = lying
     try:
         with small_manifests():
             Snapshot.take(path, {"s": state(mesh, [Shard(0)])})
     finally:
-        replication.e.DTensorEntry = usual
+        entries.DTensorEntry = usual
 
 
 @pytest.mark.parametrize("wrong", [["S(1)"], ["S(9)"], ["R"], ["R", "S(0)"], ["?"], ["_S(0,7)"], [], None])

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import atheris
 
+from snapshot.manifest.containers import Container
 from tests.helpers.versions import ALONE
 
 with atheris.instrument_imports(include=["snapshot"]):
@@ -29,7 +30,7 @@ with atheris.instrument_imports(include=["snapshot"]):
     from snapshot.loading.left_out import find_uncovered, requests_of
     from snapshot.loading.read_plan import ReadPlan
     from snapshot.manifest.document import SnapshotMetadata, check_tree, copy_manifest, decode_document, find_locations
-    from snapshot.manifest.entries import Container, TensorEntry
+    from snapshot.manifest.entries import TensorEntry
     from snapshot.manifest.rank_view import group_by_key, make_rank_view
     from snapshot.state.flatten import inflate_tree
     from snapshot.storages import memory

@@ -8,6 +8,7 @@ from snapshot.io.url import URL
 from snapshot.loading import own_copies
 from snapshot.loading.shared_reads import ReadVote, _decide
 from snapshot.manifest import entries as e
+from snapshot.manifest.containers import DictEntry
 from snapshot.manifest.values import IntEntry, StrEntry
 
 
@@ -101,7 +102,7 @@ ARRAY = {"dtype": "<f4", "shape": (2,)}
         (stored(), stored(serializer="utf8"), False),
         (stored(), stored(obj_type="y"), False),
         (stored(digest=None), stored(digest=None), False),
-        (e.DictEntry([]), e.DictEntry([]), False),
+        (DictEntry([]), DictEntry([]), False),
     ],
 )
 def test_own_copies_are_equal_if_digests_or_the_bytes_show_it(first, other, equal, monkeypatch):

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from snapshot import CorruptSnapshotError
 from snapshot.manifest import parts
+from snapshot.manifest.containers import DictEntry
 from snapshot.manifest.document import encode
-from snapshot.manifest.entries import DictEntry, IntEntry, StrEntry
 from snapshot.manifest.parts import (
     IndexSegment,
     ManifestPart,
@@ -19,6 +19,7 @@ from snapshot.manifest.parts import (
     decode_segment,
     encode_own_part,
 )
+from snapshot.manifest.values import IntEntry, StrEntry
 
 COMPONENTS = st.sampled_from(("a", "b", "a.b", "0", "-", "é", "\U0001f600", "x" * 40))
 PATHS = st.lists(COMPONENTS, min_size=1, max_size=4).map("/".join)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from snapshot import CorruptSnapshotError, RestoreError
 from snapshot.manifest import entries as e
-from snapshot.manifest.containers import ListEntry, SubclassEntry
+from snapshot.manifest.containers import DictEntry, ListEntry, OrderedDictEntry, SubclassEntry
 from snapshot.manifest.document import expect_whole_tensors, merge
 from snapshot.manifest.rank_view import (
     adopt_entry,
@@ -30,10 +30,10 @@ def shard(begin, size):
 
 
 def test_rank_view_prefers_an_own_entry_to_replicated_ones():
-    one = e.IntEntry("1")
+    one = IntEntry("1")
     manifest = {
-        "0/s": e.DictEntry(["x"]), "0/s/x": e.ShardedTensorEntry("float32", (4,), [shard(0, 4)]),
-        "1/s": e.DictEntry(["x"]), "1/s/x": one,
+        "0/s": DictEntry(["x"]), "0/s/x": e.ShardedTensorEntry("float32", (4,), [shard(0, 4)]),
+        "1/s": DictEntry(["x"]), "1/s/x": one,
     }  # fmt: skip
     assert make_rank_view(manifest, 1, 2, 2).entries["s/x"] is one
     assert make_rank_view(manifest, 0, 2, 2).entries["s/x"] is manifest["0/s/x"]
@@ -42,12 +42,12 @@ def test_rank_view_prefers_an_own_entry_to_replicated_ones():
 @pytest.mark.parametrize("path", ["2/s", "x/s", "-1/s", "/s", "²/s"])
 def test_rank_view_refuses_an_entry_without_a_rank(path):
     with pytest.raises(CorruptSnapshotError, match="must begin with a rank"):
-        make_rank_view({"0/s": e.DictEntry([]), path: e.IntEntry("1")}, 0, 2, 2)
+        make_rank_view({"0/s": DictEntry([]), path: IntEntry("1")}, 0, 2, 2)
 
 
 def test_adopt_and_remove_entry_update_the_keys_of_containers():
-    entries = {"s": e.DictEntry(["a"]), "s/a": e.IntEntry("1")}
-    adopt_entry(entries, "s/b%2Fc/d", e.IntEntry("2"))
+    entries = {"s": DictEntry(["a"]), "s/a": IntEntry("1")}
+    adopt_entry(entries, "s/b%2Fc/d", IntEntry("2"))
     assert entries["s"].keys == ["a", "b/c"]
     assert entries["s/b%2Fc"].keys == ["d"]
     remove_entry(entries, "s/a")
@@ -86,7 +86,7 @@ def test_merge_joins_the_shards_of_a_tensor():
     merge(made, {"0/w": e.ShardedTensorEntry("float32", (4,), [shard(0, 2)])}, "rank 1")
     expect_whole_tensors(made)
     assert [each.offsets for each in made["0/w"].shards] == [(0,), (2,)]
-    for other in (e.ShardedTensorEntry("float64", (4,), []), e.IntEntry("1"), e.DTensorEntry("float32", (4,), [])):
+    for other in (e.ShardedTensorEntry("float64", (4,), []), IntEntry("1"), e.DTensorEntry("float32", (4,), [])):
         with pytest.raises(CorruptSnapshotError, match="described twice, by rank 1"):
             merge(dict(made), {"0/w": other}, "rank 1")
     with pytest.raises(CorruptSnapshotError, match="2 of 4"):
@@ -118,17 +118,17 @@ def test_context_of_a_wrapper_tensor_is_one_tree(context, error):
 
 
 def own(value):
-    return e.IntEntry(value)
+    return IntEntry(value)
 
 
 def same(value):
-    return e.IntEntry(value, replicated=True)
+    return IntEntry(value, replicated=True)
 
 
 SHARD = e.ShardedTensorEntry("float32", (4,), [shard(0, 4)])
 TWO = {
-    "0/s": e.DictEntry(["a", "b", "c"]), "0/s/a": own("0"), "0/s/b": same("5"), "0/s/c": SHARD,
-    "1/s": e.DictEntry(["a", "b", "d"]), "1/s/a": own("1"), "1/s/d": own("2"),
+    "0/s": DictEntry(["a", "b", "c"]), "0/s/a": own("0"), "0/s/b": same("5"), "0/s/c": SHARD,
+    "1/s": DictEntry(["a", "b", "d"]), "1/s/a": own("1"), "1/s/d": own("2"),
 }  # fmt: skip
 
 
@@ -157,7 +157,7 @@ def test_rank_view_has_own_entries_and_shared_ones(rank, now, entries, withheld,
 
 
 def shown(entry):
-    return entry.keys if isinstance(entry, e.DictEntry) else getattr(entry, "serialized_value", entry)
+    return entry.keys if isinstance(entry, DictEntry) else getattr(entry, "serialized_value", entry)
 
 
 def test_rank_view_of_a_new_rank_takes_what_all_ranks_have_stored():
@@ -168,19 +168,19 @@ def test_rank_view_of_a_new_rank_takes_what_all_ranks_have_stored():
 
 
 def test_rank_view_of_a_single_rank_is_visible_to_all():
-    manifest = {"0/s": e.DictEntry(["a"]), "0/s/a": own("0")}
+    manifest = {"0/s": DictEntry(["a"]), "0/s/a": own("0")}
     for rank in (0, 3):
         assert make_rank_view(manifest, rank, 1, 4).entries == {"s": manifest["0/s"], "s/a": manifest["0/s/a"]}
     assert split_by_rank(manifest, 1) == (manifest, {})
     with pytest.raises(CorruptSnapshotError, match="single rank"):
-        make_rank_view({**manifest, "1/s": e.DictEntry([])}, 0, 1, 1)
+        make_rank_view({**manifest, "1/s": DictEntry([])}, 0, 1, 1)
 
 
 def test_rank_view_chooses_the_sharded_tensor_that_a_rank_had():
     first, second = (e.ShardedTensorEntry(kind, (4,), [shard(0, 4)]) for kind in ("float32", "float64"))
     manifest = {
-        "0/s": e.DictEntry(["x"]), "0/s/x": first, "1/s": e.DictEntry(["x"]), "1/s/x": second,
-        "2/s": e.DictEntry(["x"]),
+        "0/s": DictEntry(["x"]), "0/s/x": first, "1/s": DictEntry(["x"]), "1/s/x": second,
+        "2/s": DictEntry(["x"]),
     }  # fmt: skip
     assert make_rank_view(manifest, 0, 3, 3).entries["s/x"] is first
     assert make_rank_view(manifest, 1, 3, 3).entries["s/x"] is second
@@ -191,8 +191,8 @@ def test_rank_view_chooses_the_sharded_tensor_that_a_rank_had():
 
 def test_rank_view_sets_entries_aside_that_no_container_names():
     manifest = {
-        "0/s": e.DictEntry(["a"]), "0/s/a": own("1"), "0/s/b": e.DictEntry(["c"]), "0/s/b/c": own("2"),
-        "1/s": e.DictEntry([]),
+        "0/s": DictEntry(["a"]), "0/s/a": own("1"), "0/s/b": DictEntry(["c"]), "0/s/b/c": own("2"),
+        "1/s": DictEntry([]),
     }  # fmt: skip
     view = make_rank_view(manifest, 0, 2, 2)
     assert list(view.entries) == ["s", "s/a"]
@@ -202,7 +202,7 @@ def test_rank_view_sets_entries_aside_that_no_container_names():
 @pytest.mark.parametrize(("depth", "wide", "fine"), [(501, 1, True), (502, 1, False), (1, 3, True), (1, 4, False)])
 def test_rank_view_limits_depth_and_width(depth, wide, fine):
     deep = "s" + "/x" * depth
-    manifest = {"0/s": e.ListEntry(wide), f"0/{deep}": own("1"), "0/t": own("2")}
+    manifest = {"0/s": ListEntry(wide), f"0/{deep}": own("1"), "0/t": own("2")}
     if fine:
         make_rank_view(manifest, 0, 1, 1)
         return
@@ -234,9 +234,9 @@ def test_resolve_path_finds_an_object_with_or_without_its_rank(path, found):
 
 def test_resolve_path_takes_containers_that_are_equal_on_all_ranks():
     manifest = {
-        "0/s": e.DictEntry(["b"]), "0/s/b": same("5"), "1/s": e.DictEntry(["b"]),
-        "0/t": e.DictEntry(["b"]), "0/t/b": own("5"), "1/t": e.DictEntry(["b"]), "1/t/b": own("5"),
-        "0/u": e.DictEntry(["v"]), "0/u/v": e.DictEntry([]), "1/u": e.DictEntry(["v"]), "1/u/v": e.ListEntry(0),
+        "0/s": DictEntry(["b"]), "0/s/b": same("5"), "1/s": DictEntry(["b"]),
+        "0/t": DictEntry(["b"]), "0/t/b": own("5"), "1/t": DictEntry(["b"]), "1/t/b": own("5"),
+        "0/u": DictEntry(["v"]), "0/u/v": DictEntry([]), "1/u": DictEntry(["v"]), "1/u/v": ListEntry(0),
     }  # fmt: skip
     assert resolve_path(manifest, 2, "s") == "0/s"
     for path in ("t", "u", "u/v"):
@@ -272,8 +272,8 @@ def test_is_rank_reads_canonical_numbers(number, saved, found):
 
 def test_rename_entries_makes_parents_and_keeps_the_kinds_of_keys():
     entries = {
-        "s": e.OrderedDictEntry(["a", 1], module_versions={"a": 2}), "s/a": own("1"), "s/1": own("2"),
-        "t": e.DictEntry(["b"]), "t/b": own("3"),
+        "s": OrderedDictEntry(["a", 1], module_versions={"a": 2}), "s/a": own("1"), "s/1": own("2"),
+        "t": DictEntry(["b"]), "t/b": own("3"),
     }  # fmt: skip
     names = {"s/a": "s/n", "s/1": "s/7", "t/b": "t/c/b"}
     made = rename_entries(entries, lambda path: names.get(path, path))
@@ -281,7 +281,7 @@ def test_rename_entries_makes_parents_and_keeps_the_kinds_of_keys():
         "s": ["n", 7], "s/n": "1", "s/7": "2", "t": ["c"], "t/c/b": "3", "t/c": ["b"]
     }  # fmt: skip
     assert made["s"].module_versions is None
-    assert type(made["s"]) is e.OrderedDictEntry
+    assert type(made["s"]) is OrderedDictEntry
     kept = rename_entries(entries, lambda path: path)
     assert kept == entries
     assert kept["s"].module_versions == {"a": 2}

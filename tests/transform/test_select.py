@@ -3,19 +3,20 @@
 import pytest
 
 from snapshot import RestoreError
-from snapshot.manifest import entries as e
+from snapshot.manifest.containers import Container, DictEntry, ListEntry
+from snapshot.manifest.values import IntEntry
 from snapshot.transform.call import choose_entries, chosen_of_ranks
 
 
 def manifest():
     return {
-        "m": e.DictEntry(["a", "b"]),
-        "m/a": e.DictEntry(["w", "x"]),
-        "m/a/w": e.IntEntry("1"),
-        "m/a/x": e.IntEntry("2"),
-        "m/b": e.ListEntry(2),
-        "m/b/0": e.IntEntry("3"),
-        "m/b/1": e.IntEntry("4"),
+        "m": DictEntry(["a", "b"]),
+        "m/a": DictEntry(["w", "x"]),
+        "m/a/w": IntEntry("1"),
+        "m/a/x": IntEntry("2"),
+        "m/b": ListEntry(2),
+        "m/b/0": IntEntry("3"),
+        "m/b/1": IntEntry("4"),
     }
 
 
@@ -35,9 +36,9 @@ def test_choose_entries_without_globs_takes_all():
 )
 def test_choose_entries_select_and_exclude_choose_leaves(select, exclude, leaves):
     kept = choose_entries(manifest(), select, exclude, None)
-    assert [path for path, entry in kept.items() if isinstance(entry, e.IntEntry)] == leaves
+    assert [path for path, entry in kept.items() if isinstance(entry, IntEntry)] == leaves
     for path, entry in kept.items():
-        if isinstance(entry, e.Container):
+        if isinstance(entry, Container):
             assert all(f"{path}/{name}" in kept for name in entry.components()), path
 
 
@@ -48,7 +49,7 @@ def test_choose_entries_takes_a_sequence_whole_or_not_at_all():
 
 def test_choose_entries_rename_moves_leaves():
     made = choose_entries(manifest(), ["m/a/*"], [], {"m/a": "n/deep"})
-    assert (made["n/deep/w"], made["n/deep/x"]) == (e.IntEntry("1"), e.IntEntry("2"))
+    assert (made["n/deep/w"], made["n/deep/x"]) == (IntEntry("1"), IntEntry("2"))
     assert not [path for path in made if path.startswith("m/a")]
 
 
@@ -66,15 +67,15 @@ def test_choose_entries_rename_to_an_invalid_path_raises(name):
 def of_ranks():
     """Return a manifest in which rank 1 has the shared entries, and rank 0 only its own."""
     return {
-        "0/m": e.DictEntry(["a", "b", "own"]),
-        "0/m/own": e.IntEntry("0"),
-        "1/m": e.DictEntry(["a", "b", "own"]),
-        "1/m/a": e.DictEntry(["w", "x"]),
-        "1/m/a/w": e.IntEntry("1"),
-        "1/m/a/x": e.IntEntry("2"),
-        "1/m/b": e.ListEntry(1),
-        "1/m/b/0": e.IntEntry("3"),
-        "1/m/own": e.IntEntry("1"),
+        "0/m": DictEntry(["a", "b", "own"]),
+        "0/m/own": IntEntry("0"),
+        "1/m": DictEntry(["a", "b", "own"]),
+        "1/m/a": DictEntry(["w", "x"]),
+        "1/m/a/w": IntEntry("1"),
+        "1/m/a/x": IntEntry("2"),
+        "1/m/b": ListEntry(1),
+        "1/m/b/0": IntEntry("3"),
+        "1/m/own": IntEntry("1"),
     }
 
 
@@ -92,7 +93,7 @@ def test_chosen_of_ranks_keeps_each_entry_under_its_rank(select, exclude, kept):
     made = chosen_of_ranks(of_ranks(), select, exclude, None)
     assert list(made) == kept
     for path, entry in made.items():
-        if not isinstance(entry, e.Container):
+        if not isinstance(entry, Container):
             assert entry == of_ranks()[path]
     if kept:  # the containers of both ranks name the same
         assert made["0/m"].components() == made["1/m"].components()
@@ -100,8 +101,8 @@ def test_chosen_of_ranks_keeps_each_entry_under_its_rank(select, exclude, kept):
 
 def test_chosen_of_ranks_rename_moves_shared_and_own_entries():
     made = chosen_of_ranks(of_ranks(), [], [], {"m/a/w": "n/w"})
-    assert made["1/n/w"] == e.IntEntry("1")
+    assert made["1/n/w"] == IntEntry("1")
     assert made["1/n"].components() == ["w"]
     assert made["1/m/a"].components() == ["x"]
-    assert made["0/m/own"] == e.IntEntry("0")
+    assert made["0/m/own"] == IntEntry("0")
     assert "0/n/w" not in made

@@ -19,6 +19,7 @@ from snapshot.io.session import Session
 from snapshot.io.system import gc_paused
 from snapshot.manifest import document as d
 from snapshot.manifest import entries as e
+from snapshot.manifest.containers import Compound, DictEntry, ListEntry, RecordEntry
 from snapshot.manifest.document import FileEntry, encode_metadata, merge
 from snapshot.manifest.parts import ManifestPart
 from snapshot.manifest.paths import decode_component, decode_key, encode_component, encode_key, find_tagged_keys
@@ -157,8 +158,8 @@ def _depth(item: tuple[Keys, Any]) -> int:
 
 def _container(keys: list[str | int]) -> Entry:
     if all(type(key) is int for key in keys) and sorted(keys) == list(range(len(keys))):
-        return e.ListEntry(len(keys))
-    return e.DictEntry([encode_key(key) for key in keys], find_tagged_keys(keys) or None)  # type: ignore[misc]
+        return ListEntry(len(keys))
+    return DictEntry([encode_key(key) for key in keys], find_tagged_keys(keys) or None)  # type: ignore[misc]
 
 
 def derive_names(entries: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Keys]]:
@@ -184,11 +185,11 @@ class _Walk:
         self.twice: set[str] = set()
 
     def visit(self, keys: Keys, path: str, entry: Any) -> None:
-        if isinstance(entry, e.DictEntry) and not isinstance(entry, e.Compound):
+        if isinstance(entry, DictEntry) and not isinstance(entry, Compound):
             for key, name in zip(entry.keys, entry.components(), strict=True):
                 text = key if type(key) is str else str(decode_key(key))
                 self._below((*keys, text), f"{path}/{name}")
-        elif type(entry) is e.ListEntry and not self._terminal(path, entry):
+        elif type(entry) is ListEntry and not self._terminal(path, entry):
             for index in range(entry.length):
                 self._below((*keys, index), f"{path}/{index}")
         else:
@@ -203,15 +204,15 @@ class _Walk:
         if entry is not None:  # a rank's view may lack some
             self.visit(keys, path, entry)
 
-    def _terminal(self, path: str, entry: e.ListEntry) -> bool:
+    def _terminal(self, path: str, entry: ListEntry) -> bool:
         for index in range(entry.length):
             below = f"{path}/{index}"
             child = self._entries.get(below)
-            if type(child) is e.RecordEntry:
+            if type(child) is RecordEntry:
                 continue  # DCP does not flatten it
-            if isinstance(child, (*e.TENSORS, e.TensorPartsEntry, e.DictEntry)):
+            if isinstance(child, (*e.TENSORS, e.TensorPartsEntry, DictEntry)):
                 return False
-            if type(child) is e.ListEntry and not self._terminal(below, child):
+            if type(child) is ListEntry and not self._terminal(below, child):
                 return False
         return True
 
@@ -296,7 +297,7 @@ def taken_apart(path: str, entry: e.ShardedTensorEntry) -> tuple[Partial, dict[s
         name = str(Box(shard.offsets, shard.sizes)) or "all"
         boxes[name] = shard.offsets, shard.sizes
         made[f"{path}/{name}"] = shard.tensor
-    return Partial(entry.dtype, tuple(entry.shape), boxes), {path: e.DictEntry(list(boxes)), **made}
+    return Partial(entry.dtype, tuple(entry.shape), boxes), {path: DictEntry(list(boxes)), **made}
 
 
 # End of a DCP save: the results of all ranks are merged into one manifest, which is committed.

@@ -44,6 +44,7 @@ from snapshot.loading.open import Opened, add_layers, expect_files, open_checkpo
 from snapshot.loading.read_object import expand_trees
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
+from snapshot.manifest.containers import Container
 from snapshot.manifest.document import OWN_FORMATS, Document, check_tensor, check_tree, find_locations
 from snapshot.manifest.rank_view import make_rank_view, suggest_names
 from snapshot.progress import Meter
@@ -311,7 +312,7 @@ class _Load:
         """Return the entry of an object, and those below it."""
         every, entry = self._opened.entries, self._opened.entries[path]
         found = {path: entry}
-        if isinstance(entry, e.Container):
+        if isinstance(entry, Container):
             for name in entry.components():
                 below = f"{path}/{name}"
                 if below not in every:
@@ -332,7 +333,7 @@ class _Load:
                 check_tree(path, tree)
                 Binding({}, {}, RestoreIssues(), exact=False).bind(tree)  # to the allowed classes
                 for below, entry in tree.items():
-                    if not isinstance(entry, e.Container):
+                    if not isinstance(entry, Container):
                         read_plan.new(below, entry)
         self.bytes_read += read_plan.execute(self._files, verify=self._verify, meter=self._meter).bytes_read
         return [(item, self._bytes(item, trees, read_plan.values)) for item in items]
