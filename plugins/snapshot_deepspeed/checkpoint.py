@@ -34,7 +34,7 @@ from snapshot.io.aio import gather_limited
 from snapshot.io.storage import Storage
 from snapshot.manifest.containers import DictEntry
 from snapshot.manifest.document import ForeignFile
-from snapshot.manifest.entries import TENSORS, ShardedTensorEntry, TensorEntry
+from snapshot.manifest.entries import TensorEntry
 from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.tensors.digest import digest_range
 from snapshot_deepspeed.groups import AT_ONCE, WEIGHTS, FlatGroup, FlatPart, Tensors, plain_value, read_inner
@@ -162,7 +162,7 @@ class Module:
         named = {encode_component(expect_name(name)): f"{prefix}{name}" for name in expect_dict(values)}
         found = file.describe_items({"m": values}, inline, routed=False)
         top = found.pop("0/m")
-        if not isinstance(top, DictEntry):
+        if not top.is_keyed:
             raise ValueError("the weights of the model are not named by texts")
         self.top = top if not self.entries and not prefix else None
         for path, entry in found.items():
@@ -172,7 +172,7 @@ class Module:
     def find_tensor(self, name: str) -> Any:
         """Return the entry of a tensor; None if there is none of this name."""
         entry = self.entries.get(name, {}).get("")
-        return entry if isinstance(entry, TENSORS) else None
+        return entry if entry is not None and entry.is_tensor else None
 
 
 class Checkpoint:
@@ -230,7 +230,7 @@ class Checkpoint:
         alone = all(path.startswith("0/") for path in self._manifest)
         if not alone:  # values of single ranks: all others belong to all ranks
             for path, entry in self._manifest.items():
-                if path.split("/", 2)[1] in _OWN and not isinstance(entry, ShardedTensorEntry):
+                if path.split("/", 2)[1] in _OWN and not entry.is_shared:
                     self._manifest[path] = msgspec.structs.replace(entry, replicated=True)
         names = dict.fromkeys(decode_component(path.split("/", 2)[1]) for path in self._manifest)
         tokens = [f"{each.name} {each.token} {digest_range(each.content)}" for each in self.files]

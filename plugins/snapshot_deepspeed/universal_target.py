@@ -11,7 +11,6 @@ import torch
 
 from snapshot.errors import UnsupportedFormatError
 from snapshot.text import listed
-from snapshot.transform.call import places_of
 from snapshot.transform.export import StandIns
 from snapshot_deepspeed.groups import WEIGHTS
 from snapshot_deepspeed.universal import MODEL, MODEL_OF_STAGE_3, OPTIMIZER
@@ -138,7 +137,7 @@ def _place_of(tensor: torch.Tensor, absent: StandIns) -> object:
     if id(tensor) not in absent or not tensor.numel():
         return id(tensor)
     entry = absent[id(tensor)][2]
-    return repr((places_of(entry), entry.dtype, entry.shape))
+    return repr((entry.places(), entry.dtype, entry.shape))
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -18,7 +18,6 @@ from snapshot.io.arena import Slot
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import run
 from snapshot.io.url import URL
-from snapshot.manifest import entries as e
 from snapshot.manifest.paths import decode_component
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.plan.layout import Extent, FilePart, FilePlan
@@ -74,7 +73,7 @@ class GGUFTemplate:
 
     def find_map(self, manifest: Mapping[str, Any]) -> TensorMap | None:
         """Return the map from Hugging Face's names to GGUF's; None if the tensors have GGUF's names already."""
-        paths = (path for path, entry in manifest.items() if isinstance(entry, e.TENSORS))
+        paths = (path for path, entry in manifest.items() if entry.is_tensor)
         if any(_NAMED.fullmatch(".".join(map(decode_component, path.split("/")[1:]))) for path in paths):
             return None
         try:

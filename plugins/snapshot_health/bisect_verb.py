@@ -15,7 +15,6 @@ from snapshot.errors import RestoreError, SnapshotError, SnapshotNotFoundError
 from snapshot.io.loop import run as on_loop
 from snapshot.io.url import URL
 from snapshot.manager.root import Root
-from snapshot.manifest import entries as e
 from snapshot.reports import BisectReport
 from snapshot.snapshot import Snapshot
 from snapshot.tensors.memory import BY_NAME
@@ -63,12 +62,11 @@ class _Reader:
         """Return a step, and its floating tensors of more than one element."""
         if step not in self._snapshots:
             snapshot = self.open(step)
+            manifest: dict[str, Any] = snapshot.get_manifest()
             held = {
                 path: entry
-                for path, entry in snapshot.get_manifest().items()
-                if isinstance(entry, e.TENSORS)
-                and BY_NAME[entry.dtype].is_floating_point
-                and math.prod(entry.shape) > 1
+                for path, entry in manifest.items()
+                if entry.is_tensor and BY_NAME[entry.dtype].is_floating_point and math.prod(entry.shape) > 1
             }
             self._snapshots[step], self._stored[step] = (snapshot, held), snapshot.get_statistics()
         return self._snapshots[step]

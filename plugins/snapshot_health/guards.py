@@ -25,7 +25,6 @@ from snapshot.errors import SuspectStateError
 from snapshot.events import emit, log
 from snapshot.io.system import PerProcess
 from snapshot.io.url import URL
-from snapshot.manifest import entries as e
 from snapshot.manifest.document import STATISTICS
 from snapshot.manifest.values import IntEntry
 from snapshot.save.findings import KEY, NOTED, Finding, Guards
@@ -107,7 +106,7 @@ class Entries:
         """Return the digests of a tensor, or None if there is none, or not all of its bytes have one."""
         if path not in self._digests:
             entry = self.all.get(path)
-            found = [stored.digest for _, stored in entry.pieces()] if isinstance(entry, e.TENSORS) else [None]
+            found = [stored.digest for stored in entry.stored()] if entry is not None and entry.is_tensor else [None]
             self._digests[path] = None if None in found else found
         return self._digests[path]
 

@@ -31,7 +31,6 @@ from snapshot.cli.locate import open_all
 from snapshot.cli.screen import ExitStatus, as_json, bar, printable, wrapped
 from snapshot.io.system import store_file
 from snapshot.io.url import URL
-from snapshot.loading.left_out import stored_of
 from snapshot.manifest.document import SnapshotMetadata
 from snapshot.manifest.rank_view import MOST_RANKS
 from snapshot.manifest.values import Entry
@@ -294,7 +293,7 @@ def _digests(manifest: dict[str, Entry]) -> tuple[int, int]:
     """Return how many stored ranges have a digest, and how many do not."""
     counts = [0, 0]
     for entry in manifest.values():
-        for each in stored_of(entry):
+        for each in entry.stored():
             counts[each.digest is None] += 1
     return counts[0], counts[1]
 

@@ -6,7 +6,6 @@ from snapshot.errors import CorruptSnapshotError, StorageNotFoundError
 from snapshot.io.aio import gather_limited
 from snapshot.io.loop import run
 from snapshot.loading.open import Opened
-from snapshot.manifest import entries as e
 from snapshot.manifest.document import STATISTICS, Document, ForeignFile
 from snapshot.tensors.digest import digest_range
 from snapshot_health.statistics import ByPath, TensorStatistics, combine_statistics, decode_statistics
@@ -37,7 +36,7 @@ def read_statistics(opened: Opened) -> dict[str, TensorStatistics]:
 def _find_name(document: Document, rank: int, path: str) -> str:
     """Return the name of a tensor in the manifest. Shared ones are under the first rank that has them."""
     own = document.manifest.get(f"{rank}/{path}")
-    if isinstance(own, (e.TensorEntry, e.ChunkedTensorEntry)) and not own.replicated:
+    if own is not None and own.is_tensor and not own.is_shared:
         return f"{rank}/{path}"
     names = (f"{each}/{path}" for each in range(document.world_size))
     return next((name for name in names if name in document.manifest), f"{rank}/{path}")

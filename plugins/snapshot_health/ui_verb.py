@@ -37,7 +37,6 @@ from snapshot.io.loop import run as on_loop
 from snapshot.io.storage import FileStat
 from snapshot.io.system import WINDOWS
 from snapshot.io.url import URL
-from snapshot.loading.left_out import stored_of
 from snapshot.loading.open import Opened, expect_files, open_checkpoint
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manager.root import Root
@@ -45,7 +44,6 @@ from snapshot.manager.step_metadata import noted_metrics
 from snapshot.manager.steps import HeldStep, find_kind
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import METADATA, Document, ManifestHead, check_tensor, find_locations
-from snapshot.manifest.rank_view import is_shared
 from snapshot.plan.names import WILDCARDS, compile_glob, matcher
 from snapshot.save.findings import noted_findings, suspicions
 from snapshot.snapshot import Snapshot
@@ -95,15 +93,16 @@ def measured_tensors(document: Document, glob: str) -> dict[str, tuple[str, e.An
     wanted, in_base = glob.__eq__ if exact else matcher([glob]), document.files.keys() - document.own_files.keys()
     found: dict[str, tuple[str, e.AnyTensor]] = {}
     seen = set[Any]()
-    for path, entry in document.manifest.items():
+    manifest: Mapping[str, Any] = document.manifest
+    for path, entry in manifest.items():
         logical = path.partition("/")[2]
-        if not isinstance(entry, e.TENSORS) or not (wanted(logical) and _is_measured(entry)):
+        if not entry.is_tensor or not (wanted(logical) and _is_measured(entry)):
             continue
         place = stored_place(entry)
-        if place in seen or (in_base and any(each.location in in_base for each in stored_of(entry))):
+        if place in seen or (in_base and any(each.location in in_base for each in entry.stored())):
             continue
         seen.add(place)
-        shared = (document.world_size == 1 or is_shared(entry)) and logical not in found
+        shared = (document.world_size == 1 or entry.is_shared) and logical not in found
         found[logical if shared else path] = path, entry
     return found
 

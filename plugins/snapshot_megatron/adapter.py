@@ -12,13 +12,11 @@ from msgspec.structs import replace
 
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import RestoreError, SnapshotError
-from snapshot.manifest.containers import DictEntry
-from snapshot.manifest.entries import TENSORS, ObjectEntry
 from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.state.flatten import MISSING
 from snapshot.state.leaves import FromOneRank
 from snapshot.state.sharded import LocalPiece, Shards
-from snapshot.state.stateful import RestoreAdapter
+from snapshot.state.stateful import RestoreAdapter, find_names_beneath
 from snapshot.tensors import composite
 from snapshot.tensors.geometry import Box, Shape, is_inside
 from snapshot.text import with_article
@@ -300,12 +298,8 @@ class _MegatronAdapter(RestoreAdapter):
         In Megatron's own directories it is stored next to the tensors and objects.
         """
         assert isinstance(entries, dict)
-        top = entries[self.key]
-        names = top.components() if isinstance(top, DictEntry) else []
-        paths = [f"{self.key}/{name}" for name in names]
-        common = [
-            path not in self.live and not isinstance(entries[path], TENSORS) and _SHARD not in path for path in paths
-        ]
+        top, paths = entries[self.key], find_names_beneath(self.key, entries) or []
+        common = [path not in self.live and not entries[path].is_tensor and _SHARD not in path for path in paths]
         if not any(common):
             return
         self._theirs = True
@@ -327,13 +321,12 @@ class _MegatronAdapter(RestoreAdapter):
         ]
         for path, held in self.live.items():
             entry = entries.get(path)
-            if isinstance(entry, ObjectEntry) or (
-                self._theirs and path != common
-            ):  # this library stores no list as a pickle
+            stored_as_object = entry is not None and entry.is_object
+            if stored_as_object or (self._theirs and path != common):  # this library stores no list as a pickle
                 self._listed.add(decode_component(path.partition("/")[2]))
             if not isinstance(held, MegatronBoxes) or entry is None:
                 continue
-            if not isinstance(entry, TENSORS):
+            if not entry.is_tensor:
                 found.append(f"{path}: not a tensor in the snapshot")
             elif held.flexible and tuple(entry.shape) != held.shape and len(entry.shape) == len(held.shape):
                 self._stored[path] = tuple(entry.shape)
@@ -344,9 +337,8 @@ class _MegatronAdapter(RestoreAdapter):
         """Return the tensors that the application lacks. Objects of other positions are skipped without an error."""
         assert isinstance(entries, dict)
         top = entries[self.key]
-        names = {f"{self.key}/{name}" for name in top.components()} if isinstance(top, DictEntry) else set()
-        unknown = {path for path in names if path not in self.live}
-        objects = {path for path in unknown if not isinstance(entries.get(path), TENSORS)}
+        unknown = {path for path in find_names_beneath(self.key, entries) or () if path not in self.live}
+        objects = {path for path in unknown if path not in entries or not entries[path].is_tensor}
         if objects:
             for path in [path for path in entries if "/".join(path.split("/", 2)[:2]) in objects]:
                 del entries[path]

@@ -35,7 +35,6 @@ from snapshot.formats.torch_save import TorchFile
 from snapshot.formats.zip_archive import read_range
 from snapshot.io.aio import gather_limited
 from snapshot.io.storage import Storage
-from snapshot.manifest.containers import Container, DictEntry
 from snapshot.manifest.document import ForeignFile
 from snapshot.manifest.entries import PLAIN, ShardedTensorEntry, TensorEntry
 from snapshot.manifest.paths import decode_component, encode_component
@@ -268,7 +267,7 @@ class LegacyCheckpoint:
                         counts[found[1]] = max(counts.get(found[1], 0), int(found[2]) + 1)
                         name = f"{found[1]}{int(found[2]) + firsts.get(found[1], 0)}{found[3]}"
                     renamed[chunk, stage, path] = name
-                    if isinstance(entry, Container):
+                    if entry.is_container:
                         joined.setdefault(name, entry)
                     elif name not in joined:  # others are tied to an earlier stage
                         joined[name] = self._join(
@@ -306,7 +305,7 @@ class LegacyCheckpoint:
         """Raise unless the names say how the tensors of experts join."""
         width = self.args.get("expert_tensor_parallel_size")
         for path, entry in tree.items():
-            if ".experts." not in path or isinstance(entry, Container) or path.endswith("_extra_state"):
+            if ".experts." not in path or entry.is_container or path.endswith("_extra_state"):
                 continue
             if type(width) is int and width != self._width:
                 raise UnsupportedFormatError(
@@ -401,8 +400,7 @@ class LegacyCheckpoint:
 
     @staticmethod
     def _is_parameter(path: str, entry: Any) -> bool:
-        tensor = isinstance(entry, (TensorEntry, ShardedTensorEntry))
-        return tensor and not path.endswith(("_extra_state", "expert_bias", "inv_freq"))
+        return entry.is_tensor and not path.endswith(("_extra_state", "expert_bias", "inv_freq"))
 
     def _put_optimizer(
         self, states: Mapping[str, Mapping[str, Any]], groups: list[dict[str, Any]] | None
@@ -429,7 +427,7 @@ class LegacyCheckpoint:
         """
         name = _join_levels(path)
         first = entries[0]
-        tensors = [each for each in entries if isinstance(each, (TensorEntry, ShardedTensorEntry))]
+        tensors = [each for each in entries if each.is_tensor]
         if len(entries) == 1 or not tensors or name.endswith("_extra_state") or tensors[0].shape == ():
             return first  # not a tensor, the state of Transformer Engine, or a step of the optimizer
         if len(tensors) < len(entries):
@@ -461,7 +459,7 @@ class LegacyCheckpoint:
 
     def _is_gated(self, name: str, entry: Any, following: Any) -> bool:
         """Return True for a tensor of two halves. Then the next layer has as many columns as each half has rows."""
-        if isinstance(following, (TensorEntry, ShardedTensorEntry)) and len(following.shape) == 2:
+        if following is not None and following.is_tensor and len(following.shape) == 2:
             columns = following.shape[1]
             if columns and entry.shape[0] in (columns, 2 * columns):
                 return bool(entry.shape[0] == 2 * columns)
@@ -546,7 +544,7 @@ def _number_expert(found: re.Match[str], first: int) -> str:
 
 def _nest(entries: Mapping[str, Any]) -> dict[str, Any]:
     """Return entries with containers of their actual children, which are from all stages."""
-    children: dict[str, list[str]] = {path: [] for path, entry in entries.items() if isinstance(entry, DictEntry)}
+    children: dict[str, list[str]] = {path: [] for path, entry in entries.items() if entry.is_keyed}
     for path in entries:
         above, _, name = path.rpartition("/")
         if above in children:
@@ -559,4 +557,4 @@ def _nest(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _share(entry: Any) -> Any:
-    return entry if isinstance(entry, ShardedTensorEntry) else msgspec.structs.replace(entry, replicated=True)
+    return entry if entry.is_shared else msgspec.structs.replace(entry, replicated=True)

@@ -79,7 +79,7 @@ def plan_lora(base: Opened, adapter: Opened, config: LoraConfig) -> dict[str, Ch
     paths: dict[str, set[str]] = defaultdict(set)
     known = make_rank_view(base.document.manifest, 0, base.document.world_size, 1).entries
     for path, entry in known.items():
-        if isinstance(entry, e.TENSORS):
+        if entry.is_tensor:
             for name in spellings(path):
                 paths[name].add(path)
     misfits: list[str] = []
@@ -161,7 +161,7 @@ def _list_ambiguous(
 def _tensors_of(document: Document) -> dict[str, AnyTensor]:
     """Return the tensors by their names: the parts of a path joined with dots, without the first one."""
     entries = make_rank_view(document.manifest, 0, document.world_size, 1).entries
-    return {spellings(path)[1]: entry for path, entry in entries.items() if isinstance(entry, e.TENSORS)}
+    return {spellings(path)[1]: entry for path, entry in entries.items() if entry.is_tensor}
 
 
 def _make_product(
@@ -245,8 +245,8 @@ class LoraSource(MixedSource):
         scratch: MemoryBudget,
     ) -> None:
         """`scratch`: the memory for elements of both. See `CheckpointSource` for the others."""
-        self._changes = [changes.get(key_of(each)) if isinstance(each, e.TENSORS) else None for each in origins]
-        self._dtypes = [origin.dtype if isinstance(origin, e.TENSORS) else "uint8" for origin in origins]
+        self._changes = [changes.get(key_of(each)) if isinstance(each, AnyTensor) else None for each in origins]
+        self._dtypes = [origin.dtype if isinstance(origin, AnyTensor) else "uint8" for origin in origins]
         sources = []
         self._factors: dict[int, torch.Tensor] = {}
         """For leaves with DoRA, the factor of each row, or of each column if it is turned."""
@@ -433,9 +433,10 @@ def _without_orders(document: Document, changes: dict[str, Change]) -> tuple[Doc
 
     Also return a line for each of them. Their changes get new keys.
     """
-    manifest, lines = dict(document.manifest), []
+    manifest: dict[str, Any] = dict(document.manifest)
+    lines = []
     for path, entry in manifest.items():
-        if not isinstance(entry, e.TENSORS) or entry.extra is None or entry.extra.stride_order is None:
+        if entry.extra is None or entry.extra.stride_order is None:
             continue
         change = changes.get(key_of(entry))
         if isinstance(change, Product):

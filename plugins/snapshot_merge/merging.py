@@ -40,7 +40,6 @@ from snapshot.transform.call import (
     expect_matches,
     expect_sound,
     open_sources,
-    places_of,
     selected_locations,
 )
 from snapshot.transform.convert import expect_writable, write_checkpoint
@@ -148,12 +147,12 @@ class MergePlan:
 
     def group(self, entry: Any) -> MixedGroup | None:
         """Return the tensors that are mixed for an entry of the first checkpoint, if any."""
-        return self.groups.get(key_of(entry)) if isinstance(entry, e.TENSORS) else None
+        return self.groups.get(key_of(entry)) if isinstance(entry, e.AnyTensor) else None
 
 
 def key_of(entry: e.AnyTensor) -> str:
     """Return a text that is equal for two entries of the same stored elements."""
-    return repr((places_of(entry), entry.dtype, entry.shape)) if math.prod(entry.shape) else ""
+    return repr((entry.places(), entry.dtype, entry.shape)) if math.prod(entry.shape) else ""
 
 
 @dataclass(frozen=True)
@@ -238,11 +237,9 @@ def _add_ties(plan: MergePlan, match: _Match, twin: _Match, others: Sequence[Ope
 
 def _tensors_of(path: str, entry: Entry) -> Iterator[tuple[str, e.AnyTensor]]:
     """Yield the tensors of an entry. The parts of a sparse or quantised tensor are named `path%[part]`."""
-    if isinstance(entry, e.TENSORS):
-        yield path, entry
-    elif isinstance(entry, e.TensorPartsEntry) and entry.kind != composite.KIND:
-        for name, part in entry.parts.items():
-            yield f"{path}%[{name}]", part
+    if not isinstance(entry, e.NDArrayEntry) and entry.kind != composite.KIND:
+        for suffix, tensor in entry.tensors():
+            yield path + suffix, tensor
 
 
 class _Names:

@@ -16,7 +16,7 @@ from snapshot.io.aio import gather_limited
 from snapshot.io.loop import run
 from snapshot.loading.open import AT_ONCE, Opened
 from snapshot.manifest.document import DerivedFile, ForeignFile, check_stored
-from snapshot.manifest.entries import TENSORS, Extra, TensorEntry
+from snapshot.manifest.entries import Extra, TensorEntry
 from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.maps.tensor_map import TensorMap
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE, contiguous_strides
@@ -103,7 +103,7 @@ def _find_weights(opened: Opened, method: str) -> list[_Weight]:
     folders: dict[str, dict[str, Any]] = {}
     for path, entry in document.manifest.items():
         above, _, component = path.rpartition("/")
-        if isinstance(entry, TENSORS):
+        if entry.is_tensor:
             folders.setdefault(above, {})[decode_component(component)] = entry
     found: list[_Weight] = []
     wrong: list[str] = []

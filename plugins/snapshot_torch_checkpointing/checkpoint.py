@@ -40,7 +40,6 @@ from snapshot.manifest.entries import (
     Mesh,
     ObjectEntry,
     Shard,
-    ShardedTensorEntry,
     TensorEntry,
 )
 from snapshot.manifest.paths import encode_component
@@ -117,7 +116,7 @@ async def describe_folder(folder: SearchedFolder) -> ForeignDocument:
                 raise
             raise CorruptSnapshotError(f"{where}: not metadata: {type(error).__name__}: {error}") from error
         manifest |= RankMerge(files, reader.inline, shared).join()
-    short = any(isinstance(entry, ShardedTensorEntry) and not entry.is_whole() for entry in manifest.values())
+    short = any(not entry.is_whole() for entry in manifest.values())
     keys = dict.fromkeys(item.key for item in items)
     lacks = LACKS if short else ""
     described = {each.name: ForeignFile(each.size, archived=bool(each.sums), lacks=lacks) for each in found}

@@ -13,16 +13,14 @@ from snapshot.cli.locate import work_concurrently
 from snapshot.cli.screen import line, paint
 from snapshot.errors import SnapshotError
 from snapshot.io.url import URL
-from snapshot.loading.left_out import stored_in, stored_of
+from snapshot.loading.left_out import stored_in
 from snapshot.manifest import entries as e
-from snapshot.manifest.containers import Container
 from snapshot.manifest.document import OWN_FORMATS, SnapshotMetadata
 from snapshot.manifest.entries import is_leaf
 from snapshot.manifest.rank_view import is_rank
-from snapshot.manifest.values import Entry, Scalar
+from snapshot.manifest.values import Entry
 from snapshot.save.findings import noted_findings, suspicions
 from snapshot.snapshot import Snapshot
-from snapshot.tensors.composite import KIND as GENERATOR
 from snapshot.tensors.memory import ITEMSIZE
 from snapshot.text import size_text
 
@@ -97,45 +95,33 @@ def items(manifest: Mapping[str, Entry], world_size: int) -> Iterator[ListedItem
         number, _, logical = path.partition("/")
         if not is_leaf(entry):
             continue
-        nbytes, value = _nbytes(entry), ""
+        nbytes = _nbytes(entry)
+        kind, value = entry.describe()
+        value = shorten(value) if entry.is_value else value
         if nbytes and (owner := seen.setdefault(stored_place(entry), logical)) != logical:
             nbytes, value = 0, f"{SHARES} {owner}"
         yield ListedItem(
             logical,
             path if ranks.get(logical, 1) > 1 or logical in manifest or is_rank(logical, world_size) else logical,
             int(number) if number.isdecimal() else 0,
-            _kind(entry),
+            kind,
             _dtype(entry),
             getattr(entry, "shape", None),
             nbytes,
             _placed(entry, number, world_size),
-            value or value_text(entry),
+            value,
         )
 
 
-def _nbytes(entry: Entry) -> int:
+def _nbytes(entry: Any) -> int:
     """Return the size of an object. For tensors it is the raw size: other formats compress them or add headers."""
-    size = ITEMSIZE.get(_dtype(entry)) if isinstance(entry, e.TENSORS) else None
-    return entry.nbytes if size is None else math.prod(entry.shape) * size  # type: ignore[attr-defined]
+    size = ITEMSIZE.get(entry.dtype) if entry.is_tensor else None
+    return int(entry.nbytes if size is None else math.prod(entry.shape) * size)
 
 
-def stored_place(entry: Entry) -> Any:
+def stored_place(entry: Entry) -> tuple[Any, ...]:
     """Return a key of the bytes that an entry refers to."""
-    if isinstance(entry, e.TENSORS):
-        return tuple((stored.location, stored.byte_range) for _, stored in entry.pieces())
-    if isinstance(entry, e.ObjectEntry):
-        return entry.location, entry.byte_range
-    return id(entry)
-
-
-def _kind(entry: Entry) -> str:
-    if isinstance(entry, e.ChunkedTensorEntry):
-        return "Tensor"  # the number of pieces does not matter to users
-    if isinstance(entry, e.TensorPartsEntry):
-        return entry.kind if entry.kind == GENERATOR else f"{entry.kind} tensor"
-    if isinstance(entry, e.ObjectEntry):
-        return entry.obj_type.rpartition(".")[2] or "object"
-    return str(type(entry).__struct_config__.tag)
+    return tuple((each.location, each.byte_range) for each in entry.stored())
 
 
 def _dtype(entry: Entry) -> str:
@@ -143,10 +129,10 @@ def _dtype(entry: Entry) -> str:
     return found if isinstance(found, str) else "structured"
 
 
-def _placed(entry: Entry, number: str, world_size: int) -> str:
+def _placed(entry: Any, number: str, world_size: int) -> str:
     if world_size == 1:
         return ""
-    if isinstance(entry, e.ShardedTensorEntry):
+    if entry.is_sharded:
         ranks = ranks_of(entry)
         return f"sharded over {ranks}" if ranks else "sharded"
     return "replicated" if entry.replicated else f"rank {number}"
@@ -167,21 +153,9 @@ def ranks_of(entry: e.ShardedTensorEntry) -> int:
     return found
 
 
-def value_text(entry: Entry, longest: int = LONGEST) -> str:
-    """Return a value that is stored in the manifest, or a remark about a tensor."""
-    if isinstance(entry, Scalar):
-        try:
-            text = repr(entry.value())
-        except (SnapshotError, ValueError):  # invalid for its type here, or too many digits for Python
-            text = entry.serialized_value
-        return text if len(text) <= longest else f"{text[:longest]}..."
-    if isinstance(entry, Container):
-        return "empty"
-    if isinstance(entry, e.ObjectEntry):
-        return "a pickle" if entry.serializer == "torch_save" else ""
-    if isinstance(entry, e.DTensorEntry) and entry.placements:
-        return f"DTensor {', '.join(entry.placements)}"
-    return (entry.extra.subclass or "") if isinstance(entry, e.TENSORS) and entry.extra is not None else ""
+def shorten(text: str, longest: int = LONGEST) -> str:
+    """Return the text of a value, cut if it is long."""
+    return text if len(text) <= longest else f"{text[:longest]}..."
 
 
 # Totals, and folding
@@ -458,7 +432,7 @@ def bytes_in_base(metadata: SnapshotMetadata) -> int:
 def is_in_base(metadata: SnapshotMetadata, entry: Entry) -> bool:
     """Return True if only the base has the bytes of an entry, or a part of them."""
     held = _base_files(metadata)
-    return any(each.location in held for each in stored_of(entry))
+    return any(each.location in held for each in entry.stored())
 
 
 def describe_sharing(metadata: SnapshotMetadata) -> Iterable[str]:

@@ -15,14 +15,12 @@ import torch
 from torch._tensor_str import PRINT_OPTS
 
 from snapshot.cli.arguments import add_json, add_pickle, add_storage, options_of
-from snapshot.cli.listing import base_url, describe_findings, is_in_base, items, shape_text, value_text
+from snapshot.cli.listing import base_url, describe_findings, is_in_base, items, shape_text, shorten
 from snapshot.cli.locate import open_all
 from snapshot.cli.screen import ExitStatus, bar, emit, line, mute_torch_warnings, paint, printable, width, wrapped
 from snapshot.io.url import URL
-from snapshot.manifest import entries as e
-from snapshot.manifest.containers import Container
 from snapshot.manifest.rank_view import resolve_path
-from snapshot.manifest.values import Entry, Scalar
+from snapshot.manifest.values import Entry
 from snapshot.progress import Progress
 from snapshot.save.findings import noted_findings, suspicions
 from snapshot.snapshot import Snapshot
@@ -211,19 +209,19 @@ def _run(arguments: argparse.Namespace) -> ExitStatus:
     path = resolve_path(manifest, world_size, name, str(URL.parse(arguments.url)))
     entry = manifest[path]
     told = _described(path, entry, manifest, world_size)
-    if isinstance(entry, Container):
+    if entry.is_container:
         if arguments.box is not None:
             raise ValueError(f"{path}: a container has no box; show an object in it")
         lines = _container(snapshot, path, entry, manifest, told)
     elif is_in_base(snapshot.metadata, entry):
         told["base"] = base_url(snapshot.metadata)
         lines = ["left out of this snapshot; show it in the base"]
-    elif isinstance(entry, (*e.TENSORS, e.NDArrayEntry, e.TensorPartsEntry)):
+    elif entry.tensors():
         lines = _tensor(snapshot, path, entry, told, arguments)
     else:
         if arguments.box is not None:
             raise ValueError(f"{path}: only a tensor has a box")
-        text = value_text(entry, LONGEST) if isinstance(entry, Scalar) else _repr(snapshot.read_object(path))
+        text = shorten(entry.describe()[1], LONGEST) if entry.is_value else _repr(snapshot.read_object(path))
         told["value"] = text
         lines = [text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text):,} characters)"]
     metadata = snapshot.metadata.metadata
@@ -247,11 +245,11 @@ def _screen(told: Mapping[str, Any], lines: Sequence[str]) -> Iterator[str]:
 
 
 def _container(
-    snapshot: Snapshot, path: str, entry: Container, manifest: Mapping[str, Entry], told: dict[str, Any]
+    snapshot: Snapshot, path: str, entry: Entry, manifest: Mapping[str, Entry], told: dict[str, Any]
 ) -> list[str]:
     """Return the lines for a container: all of its contents, if they are stored in the manifest."""
     below = [held for name, held in manifest.items() if name.startswith(f"{path}/")]
-    if len(below) <= SHOWN and all(isinstance(held, (Scalar, Container)) for held in below):
+    if len(below) <= SHOWN and all(held.is_value or held.is_container for held in below):
         told["value"] = pprint.pformat(snapshot.read_object(path), width=min(100, width() or 100), sort_dicts=False)
         return [told["value"]]
     told["names"] = entry.components()
@@ -263,8 +261,8 @@ def _container(
 
 def _described(path: str, entry: Entry, manifest: Mapping[str, Entry], world_size: int) -> dict[str, Any]:
     """Return the manifest's description of an object."""
-    if isinstance(entry, Container) and entry.width:
-        return {"path": path, "kind": str(type(entry).__struct_config__.tag), "entries": entry.width}
+    if entry.width:
+        return {"path": path, "kind": entry.type, "entries": entry.width}
     item = next(items({path: entry}, world_size))
     told: dict[str, Any] = {"path": path, "kind": item.kind}
     if item.shape is not None:
@@ -272,14 +270,14 @@ def _described(path: str, entry: Entry, manifest: Mapping[str, Entry], world_siz
     told["bytes"] = item.nbytes
     if item.placed:
         told["ranks"] = item.placed
-    pieces = entry.pieces() if isinstance(entry, e.TENSORS) else []
-    if len(pieces) == 1 and isinstance(stored := pieces[0][1], e.TensorEntry):
-        told["file"] = f"{stored.location}[{stored.byte_range[0]}:{stored.byte_range[1]}]"
-        told["digest"] = stored.digest or "none"
+    pieces = entry.stored() if entry.is_tensor else []
+    if len(pieces) == 1:
+        told["file"] = f"{pieces[0].location}[{pieces[0].byte_range[0]}:{pieces[0].byte_range[1]}]"
+        told["digest"] = pieces[0].digest or "none"
     elif pieces:
-        files = {stored.location for _, stored in pieces}
+        files = {stored.location for stored in pieces}
         told["file"] = f"{counted(len(pieces), 'piece')} in {counted(len(files), 'file')}"
-    if item.value and not isinstance(entry, Scalar):
+    if item.value and not entry.is_value:
         told["note"] = item.value
     return told
 
@@ -288,9 +286,9 @@ def _described(path: str, entry: Entry, manifest: Mapping[str, Entry], world_siz
 
 
 def _tensor(
-    snapshot: Snapshot, path: str, entry: Entry, told: dict[str, Any], arguments: argparse.Namespace
+    snapshot: Snapshot, path: str, entry: Any, told: dict[str, Any], arguments: argparse.Namespace
 ) -> list[str]:
-    if isinstance(entry, e.TENSORS):
+    if entry.is_tensor:
         shape = tuple(entry.shape)
         if not shape and arguments.box:
             raise ValueError(f"{path}: a tensor without dimensions has no box")
@@ -322,7 +320,7 @@ def _tensor(
     return [*lines, f"values:\n{_fitted(value)}"]
 
 
-def _statistics(snapshot: Snapshot, path: str, entry: e.AnyTensor, told: dict[str, Any]) -> list[str]:
+def _statistics(snapshot: Snapshot, path: str, entry: Any, told: dict[str, Any]) -> list[str]:
     """Read the tensor part by part, and only once if there is one part."""
     size = ITEMSIZE.get(entry.dtype, 1)
     shape = tuple(entry.shape)

@@ -202,7 +202,7 @@ def locate_object(entry: ObjectEntry, file: str, route: str) -> None:
 
 def is_refused(entry: Any) -> bool:
     """Return True for an object that is only read if pickles are allowed, with its whole file."""
-    return isinstance(entry, ObjectEntry) and entry.serializer.startswith(REFUSED)
+    return bool(entry.is_object and entry.serializer.startswith(REFUSED))
 
 
 def expect_no_module(where: object, manifest: Mapping[str, Any], *, allow_pickle: bool) -> None:

@@ -64,7 +64,7 @@ async def describe_folder(folder: SearchedFolder) -> ForeignDocument | None:
     manifest: dict[str, Any] = {}
     for number in range(len(items)):
         manifest |= RankMerge(found[number * world : (number + 1) * world], reader.inline).join()
-    lacks = LACKS if any(lacks_boxes(entry) for entry in manifest.values()) else ""
+    lacks = LACKS if any(not entry.is_whole() for entry in manifest.values()) else ""
     if items[0].key:
         root: Container | None = make_dict(item.key for item in items)
     else:
@@ -126,11 +126,6 @@ def listed_worlds(worlds: Iterable[int]) -> str:
 
 def _rank_name(ranks: Mapping[int, str], rank: int) -> str:
     return re.sub(r"(rank[-_]?)[0-9]+", rf"\g<1>{rank}", next(iter(ranks.values())))
-
-
-def lacks_boxes(entry: Any) -> bool:
-    """Return True for a sharded tensor without all of its boxes."""
-    return isinstance(entry, ShardedTensorEntry) and not entry.is_whole()
 
 
 # Files of one rank, and what they have in common.
@@ -238,7 +233,7 @@ class RankMerge:
             sharded: dict[bytes, tuple[int, list[Any]]] = {}
             plain = []
             for rank, entry in several:
-                if isinstance(entry, ShardedTensorEntry):
+                if entry.is_sharded:
                     sharded.setdefault(_header_of(entry), (rank, []))[1].append(entry)
                 else:
                     plain.append((rank, entry))

@@ -616,7 +616,7 @@ def make_value(path: str, node: p.Node, storages: _Storages, length: int) -> Any
     values = {
         below: _make_leaf_value(below, entry, inline, storages)
         for below, entry in entries.items()
-        if not isinstance(entry, Container)
+        if not entry.is_container
     }
     return inflate_tree(path, entries, values)
 
@@ -630,7 +630,7 @@ def _make_leaf_value(path: str, entry: Any, inline: bytearray, storages: _Storag
         storages.spend(end - begin)
         held = torch.frombuffer(inline[begin:end], dtype=torch.uint8) if end > begin else torch.empty(0)
         return leaves.rebuild_array(path, held, entry.dtype, entry.shape, order=entry.order, scalar=entry.scalar)
-    if isinstance(entry, e.ObjectEntry):
+    if entry.is_object:
         raise NotPlainError(with_article(entry.obj_type))
     value = entry.value()
     storages.spend(estimate_length(value))

@@ -287,7 +287,7 @@ async def describe_file(storage: Storage, name: str, size: int, limit: int) -> F
         root = made[0]
         entries = saved.describe_items(dict(zip(root.components(), made[1], strict=True)), inline)
     token = f"{(await storage.stat(name)).token} {size}".encode() + saved.content
-    lacks = any(isinstance(entry, ShardedTensorEntry) and not entry.is_whole() for entry in entries.values())
+    lacks = any(not entry.is_whole() for entry in entries.values())
     return make_document(
         FORMAT,
         "",

@@ -107,7 +107,7 @@ class _Manifest:
 
     def _add_entry(self, path: str, made: Any) -> None:
         """Add an entry. Join the shards of one tensor, since each rank lists only its own."""
-        if isinstance(made, e.ShardedTensorEntry):
+        if made.is_sharded:
             logical = path.partition("/")[2]
             first = self._sharded.setdefault(logical, path)
             if first != path:

@@ -14,7 +14,7 @@ from snapshot.loading.live import Twin
 from snapshot.loading.open import Opened
 from snapshot.loading.read_object import expand_objects
 from snapshot.loading.restore_options import RestoreOptions
-from snapshot.manifest.containers import Container, ListEntry, OrderedDictEntry
+from snapshot.manifest.containers import ListEntry, OrderedDictEntry
 from snapshot.manifest.document import check_tree
 from snapshot.manifest.entries import is_leaf
 from snapshot.manifest.paths import encode_component
@@ -237,7 +237,7 @@ class Chooser:
 
     def _shared_alone(self, key: str, entries: dict[str, Any], view: RankView) -> bool:
         """Return True if a new rank can restore this key from the entries that all ranks shared."""
-        for path in [path for path, entry in entries.items() if isinstance(entry, Container) and path != key]:
+        for path in [path for path, entry in entries.items() if entry.is_container and path != key]:
             if path in entries and not self.wanted(path) and not _is_complete(path, entries):
                 for below in [below for below in entries if below.startswith(f"{path}/")]:
                     del entries[below]
@@ -245,12 +245,11 @@ class Chooser:
         missing = [
             f"{path}/{name}"
             for path, entry in entries.items()
-            if isinstance(entry, Container)
             for name in entry.components()
             if f"{path}/{name}" not in entries
         ]
         withheld = [path for path in view.withheld if path.startswith(f"{key}/") and self.wanted(path)]
-        nothing = withheld and all(isinstance(entry, Container) for entry in entries.values())
+        nothing = withheld and all(entry.is_container for entry in entries.values())
         if not missing and not nothing:
             return True
         what = (missing or withheld)[0]
@@ -266,6 +265,6 @@ def _is_complete(path: str, entries: Mapping[str, Any]) -> bool:
     return all(
         f"{above}/{name}" in entries
         for above, entry in entries.items()
-        if isinstance(entry, Container) and (above == path or above.startswith(f"{path}/"))
+        if above == path or above.startswith(f"{path}/")
         for name in entry.components()
     )

@@ -31,7 +31,6 @@ from snapshot.manifest.document import (
     save_id_in,
 )
 from snapshot.manifest.entries import TensorEntry
-from snapshot.manifest.values import Entry, Scalar
 from snapshot.tensors.digest import RunningDigest, digest_bytes
 from snapshot.tensors.geometry import Box, boxes_of_range, intersect
 from snapshot.tensors.memory import BY_NAME, is_plain, view_memory
@@ -42,28 +41,10 @@ Place = tuple[str, int, int]
 """A file, and the begin and end of a range in it."""
 
 
-def tensors_of(entry: Entry) -> list[e.AnyTensor]:
-    """Return the tensors of an entry: itself, or its parts."""
-    if isinstance(entry, e.TENSORS):
-        return [entry]
-    if isinstance(entry, e.NDArrayEntry):
-        return [entry.data]
-    if isinstance(entry, e.TensorPartsEntry):
-        return list(entry.parts.values())
-    return []
-
-
-def stored_of(entry: Entry) -> list[e.TensorEntry | e.ObjectEntry]:
-    """Return the stored ranges of an entry."""
-    if isinstance(entry, e.ObjectEntry):
-        return [entry]
-    return [piece for tensor in tensors_of(entry) for _, piece in tensor.pieces()]
-
-
 def stored_in(manifest: Mapping[str, Any]) -> Iterator[e.TensorEntry | e.ObjectEntry]:
     """Yield all stored ranges; a range with several names is repeated."""
     for entry in manifest.values():
-        yield from stored_of(entry)
+        yield from entry.stored()
 
 
 def requests_of(
@@ -86,7 +67,7 @@ def requests_of(
             except CorruptSnapshotError as error:
                 faults.append(str(error))
                 continue
-            for each in stored_of(entry):
+            for each in entry.stored():
                 place = (each.location, *each.byte_range)
                 if bare is not None and each.digest is None and each.location != INLINE:
                     bare.setdefault(path, []).append(place)
@@ -100,17 +81,17 @@ def requests_of(
     return list(requests.values())
 
 
-def _check_entry(path: str, entry: Entry, files: Files, *, partial: bool) -> None:
+def _check_entry(path: str, entry: Any, files: Files, *, partial: bool) -> None:
     """Raise CorruptSnapshotError if an entry cannot be read. A foreign tensor may have a type that is only listed."""
     try:
-        for held in tensors_of(entry):
+        for _, held in entry.tensors():
             check_tensor(path, held, files, partial=partial, boxes=())
-        if isinstance(entry, e.ObjectEntry):
+        if entry.is_object:
             check_range(path, entry, files)
     except UnsupportedFormatError:
-        if not all(isinstance(files.get(each.location), ForeignFile) for each in stored_of(entry)):
+        if not all(isinstance(files.get(each.location), ForeignFile) for each in entry.stored()):
             raise
-    if isinstance(entry, Scalar):
+    if entry.is_value:
         with suppress(UnsupportedFormatError):  # only this machine may lack the time zone
             entry.value()
 

@@ -291,7 +291,8 @@ class Binding:
             for path in [path for path in entries if path in gone or path.startswith(prefixes)]:
                 del entries[path]
         for path, held in self._compounds.items() if self._exact else ():
-            plain = isinstance(entries.get(path), (*e.TENSORS, e.TensorPartsEntry))
+            entry = entries.get(path)
+            plain = entry is not None and (entry.is_tensor or isinstance(entry, e.TensorPartsEntry))
             if plain and isinstance(held, torch.Tensor):
                 self._notes.mismatches.append(
                     f"{path}: the snapshot has a plain tensor, the application a {class_name(type(held))}"
@@ -501,11 +502,11 @@ def _in_context(value: Any) -> list[type]:
     return [type(each) for each in found.values()]
 
 
-def _plain(entry: Entry | None) -> Any:
+def _plain(entry: Any) -> Any:
     """Return the part of an entry that must be equal in two contexts; class names may have changed."""
     if isinstance(entry, EnumEntry):
         return "Enum", entry.held, entry.serialized_value if entry.held is not None else entry.name
-    if isinstance(entry, Scalar):
+    if entry is not None and entry.is_value:
         return type(entry), entry.identity
     return type(entry), getattr(entry, "keys", None), getattr(entry, "length", None), getattr(entry, "maxlen", None)
 

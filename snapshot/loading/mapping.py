@@ -13,10 +13,9 @@ from snapshot.io.loop import run
 from snapshot.loading.open import Opened, expect_files
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
-from snapshot.manifest.containers import Container, DictEntry
 from snapshot.manifest.document import Document, check_tensor, find_locations
 from snapshot.manifest.paths import add_parents, decode_component, encode_component
-from snapshot.manifest.rank_view import RankView, adopt_entry, is_shared, make_rank_view, rename_entries
+from snapshot.manifest.rank_view import RankView, adopt_entry, make_rank_view, rename_entries
 from snapshot.manifest.values import Entry
 from snapshot.maps.recipe import RecipeTarget, Spec
 from snapshot.maps.tensor_map import MapPlan, TensorMap
@@ -41,7 +40,7 @@ def map_view(opened: Opened, view: RankView, tensor_map: TensorMap | None) -> Ra
     if tensor_map.dequantise is not None and not tensor_map.recipes:
         return view
     known = {**view.elsewhere, **view.entries}
-    tensors = {path: entry for path, entry in known.items() if isinstance(entry, e.TENSORS)}
+    tensors = {path: entry for path, entry in known.items() if entry.is_tensor}
     bases = _find_bases(tensors, tensor_map)
     made: dict[str, Any] = {}
     gone: set[str] = set()
@@ -52,7 +51,7 @@ def map_view(opened: Opened, view: RankView, tensor_map: TensorMap | None) -> Ra
         made |= {_join(base, name): entry for name, entry in _map_entries(own, plan).items()}
         gone |= {*names.values(), *_find_dropped_values(known, base, tensor_map)}
     remote = {id(entry) for entry in view.elsewhere.values()}
-    there = {path for path, entry in made.items() if any(id(each) in remote for each in _sources_of(entry))}
+    there = {path for path, entry in made.items() if any(id(each) in remote for each in entry.sources())}
     kept = {path: entry for path, entry in view.entries.items() if path not in gone}
     taken = sorted((made.keys() & known.keys()) - gone)
     if taken:
@@ -100,7 +99,7 @@ def _adopt_from_ranks(document: Document, view: RankView) -> set[str]:
     several: set[str] = set()
     for path, entry in document.manifest.items():
         number, _, logical = path.partition("/")
-        if number == "0" or not isinstance(entry, e.TENSORS) or is_shared(entry):
+        if number == "0" or not entry.is_tensor or entry.is_shared:
             continue
         if logical in view.entries or logical in view.elsewhere:
             several.add(logical)
@@ -152,7 +151,7 @@ def _find_dropped_values(known: Mapping[str, Entry], base: str, tensor_map: Tens
     named = {
         path: tensor_map.drops(name)
         for path, entry in known.items()
-        if not isinstance(entry, (Container, *e.TENSORS))
+        if not (entry.is_container or entry.is_tensor)
         for level, name in _names_below(path)
         if level == base and tensor_map.matches(name)
     }
@@ -233,18 +232,12 @@ def _contents(entry: e.AnyTensor) -> list[Any]:
     ]
 
 
-def _sources_of(entry: e.AnyTensor) -> list[e.AnyTensor]:
-    return [part.entry for part in entry.parts] if isinstance(entry, e.MappedTensorEntry) else [entry]
-
-
 def _with_containers(kept: Mapping[str, Any], before: Mapping[str, Any], gone: set[str]) -> dict[str, Any]:
     """Return entries whose containers name their new contents. Containers that the map has emptied are left out."""
-    leaves = {path for path, entry in kept.items() if not isinstance(entry, Container)}
+    leaves = {path for path, entry in kept.items() if not entry.is_container}
     needed = add_parents(leaves)
     held = add_parents(gone) - gone
-    lists = [
-        path for path in held if isinstance(entry := before.get(path), Container) and not isinstance(entry, DictEntry)
-    ]
+    lists = [path for path in held if path in before and before[path].is_container and not before[path].is_keyed]
     emptied = {path for path in held if path not in needed and "/" in path}
     broken = sorted(path for path in lists if path not in emptied)
     if broken:

@@ -15,11 +15,10 @@ from snapshot.loading.live import Binding, Twin, find_other_owner, find_tied, is
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.loading.restore_options import CASTS, RestoreOptions
 from snapshot.manifest import entries as e
-from snapshot.manifest.containers import Container
 from snapshot.manifest.document import check_tensor
 from snapshot.manifest.paths import encode_component
 from snapshot.manifest.rank_view import RankView, adopt_entry, remove_entry
-from snapshot.manifest.values import Entry, Scalar
+from snapshot.manifest.values import Entry
 from snapshot.reports import RestoreIssues
 from snapshot.saved import class_name
 from snapshot.state import leaves
@@ -73,7 +72,7 @@ class LeafMatcher:
             self._make_new(path, entry, held.device)
         if not fits:
             return
-        if isinstance(entry, e.ShardedTensorEntry) and len(entry.shards) > 1:
+        if entry.is_sharded and len(entry.stored()) > 1:
             notes.add("resharded", path, "from shards to one tensor")
         check_tensor(path, entry, self._reads.files, partial=self._reads.partial)
         self._reads.into(path, entry, held, live=True)
@@ -140,42 +139,38 @@ class LeafMatcher:
     def _place_shards(self, path: str, entry: e.AnyTensor, target: Shards, *, live: bool) -> None:
         boxes = {(box.offsets, box.sizes) for box, _ in entry.pieces()}
         if not all((piece.box.offsets, piece.box.sizes) in boxes for piece in target.pieces if piece.box.numel):
-            was = "shards" if isinstance(entry, e.ShardedTensorEntry) else "one tensor"
+            was = "shards" if entry.is_sharded else "one tensor"
             self._notes.add("resharded", path, f"from {was} of another layout" if was == "shards" else f"from {was}")
         wanted = [piece.box for piece in target.pieces]
         check_tensor(path, entry, self._reads.files, partial=self._reads.partial, boxes=wanted)
         for piece in target.pieces:
             self._reads.into_box(path, entry, piece.box, piece.tensor, live=live)
 
-    def match_other(self, adapter: RestoreAdapter, path: str, entry: Entry, held: Any) -> None:
+    def match_other(self, adapter: RestoreAdapter, path: str, entry: Any, held: Any) -> None:
         """Match any other pair: arrays, generators, objects, and tensors of several parts."""
-        if isinstance(entry, e.TENSORS) and isinstance(held, torch.Tensor):
+        if entry.is_tensor and isinstance(held, torch.Tensor):
             self.match_tensor(adapter, path, entry, held)
             return
         if type(entry) is e.NDArrayEntry and not entry.scalar and _array_fits(held, entry, path):
             self._reads.into_array(path, entry, held)
             return
-        if (
-            isinstance(entry, e.TensorPartsEntry)
-            and isinstance(held, torch.Generator)
-            and self._reads.into_generator(path, entry, held)
-        ):
+        parts = isinstance(entry, e.TensorPartsEntry)
+        if parts and isinstance(held, torch.Generator) and self._reads.into_generator(path, entry, held):
             return
-        if isinstance(entry, e.ObjectEntry) and self._reads.into_random(path, entry, held):
+        if entry.is_object and self._reads.into_random(path, entry, held):
             return
-        shape = entry.shape if isinstance(entry, e.TENSORS) else ()
-        if type(entry) is e.TensorPartsEntry and isinstance(held, torch.Tensor):
+        if parts and isinstance(held, torch.Tensor):
             saved = entry.params.get("shape")
             if adapter.by_name and saved is not None and list(held.shape) != saved:
                 self._misfit(path, f"the snapshot has {saved}, the application {list(held.shape)}", held)
                 return
             if not adapter.by_name:
                 self._notes.add("replaced", path, f"a new {entry.kind} tensor")
-        elif held is not MISSING and not isinstance(entry, e.ObjectEntry):
+        elif held is not MISSING and not entry.is_object:
             self.replace(adapter, path, entry)
-        dtype = None
-        if isinstance(entry, e.TENSORS):
-            dtype = self._dtype(adapter, path, entry)
+        shape, dtype = (), None
+        if entry.is_tensor:
+            shape, dtype = entry.shape, self._dtype(adapter, path, entry)
             if dtype is not None and dtype is not BY_NAME.get(entry.dtype):
                 self._fits_dtype(adapter, path, entry, dtype, exact=True)
         self._make_new(path, entry, adapter.choose_device(path, shape), dtype)
@@ -189,7 +184,7 @@ class LeafMatcher:
     ) -> None:
         """Create a new value. A tensor that was a view of another one's memory gets memory of its own."""
         self._reads.new(path, entry, device, dtype)
-        shares = entry.extra.shares if isinstance(entry, e.TENSORS) and entry.extra is not None else None
+        shares = None if entry.extra is None else entry.extra.shares
         if shares is not None:
             self._notes.add("changed", path, f"shared memory with {shares}, now has its own")
 
@@ -203,7 +198,7 @@ class LeafMatcher:
         if adapter.by_name and isinstance(adapter.live.get(path), torch.Tensor):
             self._notes.mismatches.append(f"{path}: the snapshot has a {entry.type}, the application a tensor")
         else:
-            self._notes.add("replaced", path, f"a new {'tensor' if isinstance(entry, e.TENSORS) else entry.type}")
+            self._notes.add("replaced", path, f"a new {'tensor' if entry.is_tensor else entry.type}")
 
 
 def _subclass_name(tensor: torch.Tensor) -> str | None:
@@ -301,7 +296,7 @@ class Matcher:
             ):
                 self.matched.restored += 1
                 continue
-            if isinstance(entry, Container):
+            if entry.is_container:
                 if isinstance(held, torch.Tensor) and adapter.by_name:
                     self._notes.mismatches.append(f"{path}: the snapshot has a {entry.type}, the application a tensor")
                 continue
@@ -309,13 +304,13 @@ class Matcher:
                 reads.values |= {path: held} if held is not MISSING else {}
                 continue
             self.matched.restored += 1
-            if isinstance(entry, Scalar):
+            if entry.is_value:
                 if isinstance(held, torch.Tensor):
                     self._leaves.replace(adapter, path, entry)
                 reads.values[path] = entry.value()
                 continue
             if (
-                isinstance(entry, e.TENSORS)
+                entry.is_tensor
                 and (type(held) not in _PLAIN or describes_parts(held))
                 and self._leaves.match_shards(adapter, path, entry, held)
             ):
@@ -409,7 +404,7 @@ class Matcher:
             if not self._strict:
                 self._notes.add("unexpected", path)
                 remove_entry(entries, path)
-            elif self._several and (self._every or _is_shared(entries[path])):
+            elif self._several and (self._every or entries[path].is_shared):
                 self.matched.unexpected[path] = None
                 remove_entry(entries, path)
             else:
@@ -429,7 +424,7 @@ class Matcher:
                     self.matched.twins.append(Twin(path, entry, partner, other))
 
     def _restores(self, path: str, entries: Mapping[str, Any]) -> bool:
-        return path not in self.matched.skipped and isinstance(entries.get(path), e.TENSORS)
+        return path in entries and path not in self.matched.skipped and entries[path].is_tensor
 
     def _match_kept(self, adapter: RestoreAdapter, entries: Mapping[str, Any]) -> None:
         """Keep keys that the snapshot lacks, or remove them if requested. A key of another rank only is a mismatch."""
@@ -491,7 +486,7 @@ class Matcher:
         missing = [path for path in missing if path not in self.matched.tied]
         unexpected = [path for path in saved if path not in here]
         if self._several and self._strict:
-            of_use = (path for path in unexpected if self._every or _is_shared(entries.get(path)))
+            of_use = (path for path in unexpected if self._every or (path in entries and entries[path].is_shared))
             self.matched.unexpected |= dict.fromkeys(path for path in of_use if path not in self.matched.skipped)
         if self._strict:
             lacks = "is in the application, not in the snapshot"
@@ -523,7 +518,3 @@ def _describe(entry: e.AnyTensor) -> tuple[str, tuple[int, ...]] | None:
 
 _READ = (e.TensorEntry, e.ShardedTensorEntry)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def _is_shared(entry: Entry | None) -> bool:
-    return isinstance(entry, e.ShardedTensorEntry) or (entry is not None and entry.replicated)

@@ -6,9 +6,7 @@ from typing import Any
 
 from snapshot.loading.live import Twin, have_equal_bytes
 from snapshot.loading.open import Opened
-from snapshot.manifest import entries as e
 from snapshot.manifest.rank_view import MOST_RANKS
-from snapshot.manifest.values import Scalar
 from snapshot.tensors.memory import BY_NAME
 
 
@@ -38,10 +36,9 @@ class OwnCopies:
 
     def _has_equal(self, path: str, rank: int, first: Any, other: Any) -> bool:
         """Return True if the entry of a rank has the same bytes as that of rank 0."""
-        ones, others = _describe(first), _describe(other)
-        if ones is None or others is None or ones[0] != others[0]:
+        if first is None or other is None or first.form is None or first.form != other.form:
             return False
-        for one, another in zip(ones[1], others[1], strict=True):
+        for (_, one), (_, another) in zip(first.tensors(), other.tensors(), strict=True):
             pieces, more = ([(box, stored.digest) for box, stored in each.pieces()] for each in (one, another))
             if all(digest is not None for _, digest in pieces) and pieces == more:
                 continue
@@ -53,22 +50,3 @@ class OwnCopies:
             if not have_equal_bytes(self._opened, twin, verify=True):
                 return False
         return True
-
-
-_Stored = e.TensorEntry | e.ChunkedTensorEntry
-
-
-def _describe(entry: Any) -> tuple[Any, list[_Stored]] | None:
-    """Return all properties of an entry but its bytes, and the tensors that have those; None if they are not known."""
-    if isinstance(entry, Scalar):
-        return (type(entry), entry.identity), []
-    if isinstance(entry, (e.TensorEntry, e.ChunkedTensorEntry)):
-        return ("tensor", entry.dtype, tuple(entry.shape), entry.extra), [entry]
-    if isinstance(entry, e.NDArrayEntry):
-        return ("ndarray", entry.dtype, tuple(entry.shape), entry.order, entry.scalar, entry.data.dtype), [entry.data]
-    if isinstance(entry, e.TensorPartsEntry):
-        kinds = [(name, part.dtype, tuple(part.shape)) for name, part in entry.parts.items()]
-        return ("parts", entry.kind, entry.params, kinds), list(entry.parts.values())
-    if isinstance(entry, e.ObjectEntry) and entry.digest is not None:
-        return ("object", entry.serializer, entry.obj_type, entry.nbytes, entry.digest), []
-    return None

@@ -24,7 +24,7 @@ from snapshot.manifest.document import Document, check_shape, check_tensor, chec
 from snapshot.manifest.paths import encode_component
 from snapshot.manifest.plain_tree import PLAIN_TREE
 from snapshot.manifest.rank_view import find_rank_paths, is_rank, make_rank_view, resolve_path, suggest_names
-from snapshot.manifest.values import Entry, EnumEntry
+from snapshot.manifest.values import EnumEntry
 from snapshot.reports import RestoreIssues
 from snapshot.state import leaves
 from snapshot.state.flatten import Flattened, collect_leaves, inflate_tree
@@ -54,10 +54,7 @@ def expand_objects(
     chosen = {
         path: msgspec.structs.replace(entry, serializer="bytearray")
         for path, entry in entries.items()
-        if isinstance(entry, e.ObjectEntry)
-        and entry.serializer == "torch_save"
-        and entry.nbytes <= LONGEST
-        and wanted(path)
+        if entry.is_object and entry.serializer == "torch_save" and entry.nbytes <= LONGEST and wanted(path)
     }
     if not chosen:
         return
@@ -70,7 +67,7 @@ def expand_objects(
             found = make_entries({path: node}, path, _refuse_tensor, len(content), inline=inline)
         except (SnapshotError, ValueError, KeyError):
             continue  # reading it raises
-        if not inline and not any(isinstance(each, e.ObjectEntry) for each in found.values()):
+        if not inline and not any(each.is_object for each in found.values()):
             entries.update(found)
 
 
@@ -104,9 +101,9 @@ def expand_trees(opened: Opened, entries: dict[str, Any], wanted: Callable[[str]
     entries.update(made)
 
 
-def is_tree(entry: Entry | None) -> bool:
+def is_tree(entry: Any) -> bool:
     """Return True if an entry is a tree of plain values."""
-    return isinstance(entry, e.ObjectEntry) and entry.serializer == PLAIN_TREE
+    return entry is not None and entry.is_object and entry.serializer == PLAIN_TREE
 
 
 def _refuse_tensor(path: str, found: RebuiltTensor) -> e.TensorEntry:
@@ -136,22 +133,22 @@ def read_object(
         return _read_box(opened, read_plan, path, entry=entry, obj_out=obj_out, box=box, verify=verify)
     if isinstance(entry, (Container, EnumEntry)):
         return read_tree(opened, read_plan, path, tree=tree, verify=verify, out=obj_out)
-    target = find_shards(path, obj_out) if isinstance(entry, e.TENSORS) and obj_out is not None else None
+    target = find_shards(path, obj_out) if entry.is_tensor and obj_out is not None else None
     if target is not None:
         _fill_shards(read_plan, path, entry, target, document)
         read_plan.values[path] = obj_out
-    elif isinstance(obj_out, torch.Tensor) and isinstance(entry, e.TENSORS):
+    elif isinstance(obj_out, torch.Tensor) and entry.is_tensor:
         _expect_fitting_out(path, entry.shape, entry.dtype, obj_out)
         check_tensor(path, entry, document.files)
         read_plan.into(path, entry, obj_out, live=True)
         read_plan.values[path] = obj_out
-    elif isinstance(obj_out, np.ndarray) and type(entry) is e.NDArrayEntry:
+    elif isinstance(obj_out, np.ndarray) and isinstance(entry, e.NDArrayEntry):
         _expect_fitting_array(path, entry, obj_out)
         read_plan.into_array(path, entry, obj_out)
-    elif isinstance(entry, (*e.TENSORS, e.NDArrayEntry)) and isinstance(obj_out, (torch.Tensor, np.ndarray)):
-        kind = "an array" if isinstance(entry, e.NDArrayEntry) else "a tensor"
+    elif isinstance(obj_out, (torch.Tensor, np.ndarray)) and (entry.is_tensor or isinstance(entry, e.NDArrayEntry)):
+        kind = "a tensor" if entry.is_tensor else "an array"
         raise RestoreError(f"{path}: obj_out must be {kind}, got a {type(obj_out).__name__}", [path])
-    elif isinstance(entry, e.ObjectEntry) and read_plan.into_random(path, entry, obj_out):
+    elif entry.is_object and read_plan.into_random(path, entry, obj_out):
         pass  # the live generator is the value
     elif isinstance(obj_out, torch.Generator) and type(entry) is e.TensorPartsEntry:
         if not read_plan.into_generator(path, entry, obj_out):
@@ -248,7 +245,7 @@ def _entries_below(opened: Opened, path: str) -> dict[str, Any]:
     manifest: Mapping[str, Any] = document.manifest
     number, _, logical = path.partition("/")
     entry = manifest.get(path)
-    if entry is not None and not isinstance(entry, Container):
+    if entry is not None and not entry.is_container:
         return {path: entry}
     if document.world_size > 1 and number.isdecimal() and int(number) < document.world_size:
         view = make_rank_view(manifest, int(number), document.world_size, document.world_size)
@@ -283,10 +280,10 @@ def read_tree(
     run(expect_files(opened, find_locations(tree, opened.document.files)))
     places = _bind_classes(path, tree, out, read_plan)
     for below, entry in tree.items():
-        if isinstance(entry, Container) or below in read_plan.values:
+        if entry.is_container or below in read_plan.values:
             continue
         held = places.get(below)
-        if isinstance(entry, e.TENSORS) and isinstance(held, torch.Tensor):
+        if entry.is_tensor and isinstance(held, torch.Tensor):
             check_tensor(below, entry, opened.document.files)
             read_plan.into(below, entry, held, live=True)
             read_plan.values[below] = held
@@ -312,7 +309,7 @@ def _bind_classes(path: str, tree: dict[str, Any], out: Any, read_plan: ReadPlan
     places = {}
     for below, held in live.items():
         entry = tree.get(below)
-        if isinstance(held, torch.Tensor) and isinstance(entry, e.TENSORS) and below.startswith(above):
+        if isinstance(held, torch.Tensor) and entry is not None and entry.is_tensor and below.startswith(above):
             fits = is_writable(held) and tuple(held.shape) == tuple(entry.shape)
             if fits and held.dtype == BY_NAME.get(entry.dtype):
                 places[below] = held
@@ -344,12 +341,12 @@ def _read_box(
     read_plan: ReadPlan,
     path: str,
     *,
-    entry: Entry,
+    entry: Any,
     obj_out: Any,
     box: Sequence[slice | int],
     verify: bool,
 ) -> Any:
-    if not isinstance(entry, e.TENSORS):
+    if not entry.is_tensor:
         raise RestoreError(f"{path}: only a tensor can be read by a box, got {type(entry).__name__}", [path])
     if isinstance(obj_out, np.ndarray):
         raise RestoreError(f"{path}: obj_out must be a tensor, got a {type(obj_out).__name__}", [path])

@@ -37,7 +37,6 @@ from snapshot.loading.reader import ReadResult, fetch_requests
 from snapshot.manifest import entries as e
 from snapshot.manifest.containers import RANDOM, fill_generator, is_filled_by
 from snapshot.manifest.document import Files, ForeignFile, check_range, check_tensor
-from snapshot.manifest.values import Entry, Scalar
 from snapshot.progress import Meter
 from snapshot.state import leaves
 from snapshot.tensors import composite
@@ -134,21 +133,19 @@ class ReadPlan:
 
     # New values
 
-    def new(
-        self, path: str, entry: Entry, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-    ) -> None:
+    def new(self, path: str, entry: Any, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> None:
         """Create a new value for an entry, with the saved dtype or another one. Tied weights share the tensor."""
-        if isinstance(entry, Scalar):
+        if entry.is_value:
             self.values[path] = entry.value()
-        elif isinstance(entry, e.TENSORS):
+        elif entry.is_tensor:
             self._new_tensor(path, entry, device, dtype)
         elif isinstance(entry, e.NDArrayEntry):
             self._new_array(path, entry)
         elif isinstance(entry, e.TensorPartsEntry):
             self._new_parts(path, entry)
-        elif isinstance(entry, e.ObjectEntry) and self._allow_pickle and is_refused(entry):
+        elif is_refused(entry) and self._allow_pickle:
             self._new_pickled(path, entry)
-        elif isinstance(entry, e.ObjectEntry):
+        elif entry.is_object:
             self._new_object(path, entry)
 
     def _new_tensor(self, path: str, entry: e.AnyTensor, device: torch.device | str, dtype: torch.dtype | None) -> None:
@@ -156,8 +153,7 @@ class ReadPlan:
         subclass, requires_grad = extra.subclass, extra.requires_grad
         key: tuple[Any, ...] | None = None
         if entry.nbytes:
-            mapped = isinstance(entry, e.MappedTensorEntry)
-            first = None if mapped else entry.pieces()[0][1]
+            first = None if entry.is_mapped else entry.pieces()[0][1]
             key = (
                 *(place_of(first) if first else (id(entry), 0)),
                 first.byte_range if first else None,
@@ -305,7 +301,7 @@ class ReadPlan:
         """Fill a tensor of the entry's shape, with any dtype, strides and device. The entry has been checked."""
         if not math.prod(entry.shape):
             return
-        if isinstance(entry, e.MappedTensorEntry):
+        if entry.is_mapped:
             self.into_box(path, entry, whole_box(entry.shape), target, live=live)
             return
         pieces = entry.pieces()

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from snapshot.errors import RestoreError
 from snapshot.formats.foreign import find_root, narrow_root
 from snapshot.loading.choose import Receiver
-from snapshot.manifest.containers import Container, DictEntry, ListEntry
+from snapshot.manifest.containers import DictEntry, ListEntry
 from snapshot.manifest.document import Document
 from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.manifest.rank_view import RankView, group_by_key, remove_entry, rename_view, suggest_names
@@ -32,7 +32,7 @@ _STATE, _GROUPS = "state.", "param_groups."
 
 def _is_flat(entry: Entry | None) -> bool:
     """Return True if this is the container of a flat state."""
-    if not isinstance(entry, DictEntry):
+    if entry is None or not entry.is_keyed:
         return False
     names = entry.components()
     return bool(names) and "param_groups" not in names and all(name.startswith((_STATE, _GROUPS)) for name in names)
@@ -188,7 +188,7 @@ def _wrong_names(known: Mapping[str, Any], change: Callable[[str], str], keys: s
             lines.append(
                 f"{path}: rename moves it to {name}, and the application has no key {name.partition('/')[0]!r}"
             )
-        elif parent is not None and not isinstance(parent, Container):
+        elif parent is not None and not parent.is_container:
             lines.append(f"{path}: rename moves it below {above}, which holds a value")
         elif moved and (_is_sequence(parent) or _is_sequence(was)):
             lines.append(f"{path}: rename moves it to {name}; elements of a sequence cannot be moved")
@@ -196,7 +196,7 @@ def _wrong_names(known: Mapping[str, Any], change: Callable[[str], str], keys: s
 
 
 def _is_sequence(entry: Entry | None) -> bool:
-    return isinstance(entry, Container) and not isinstance(entry, DictEntry)
+    return entry is not None and entry.is_container and not entry.is_keyed
 
 
 def _third_component(path: str) -> str:

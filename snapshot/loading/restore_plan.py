@@ -28,7 +28,7 @@ from snapshot.loading.restore_options import RestoreOptions
 from snapshot.loading.shared_memory import find_shared_memory
 from snapshot.manifest.containers import ListEntry
 from snapshot.manifest.document import IN_ONE, Document, PartEntry, find_locations
-from snapshot.manifest.entries import TENSORS, DTensorEntry, ShardedTensorEntry
+from snapshot.manifest.entries import DTensorEntry
 from snapshot.manifest.parts import NumberedEntries
 from snapshot.manifest.rank_view import (
     MOST_RANKS,
@@ -38,7 +38,7 @@ from snapshot.manifest.rank_view import (
     rename_entries,
     split_by_rank,
 )
-from snapshot.manifest.values import NoneEntry, Scalar
+from snapshot.manifest.values import NoneEntry
 from snapshot.plan.names import Change, compile_rename, matcher
 from snapshot.reports import RestoreIssues
 from snapshot.state.sharded import Sharded
@@ -288,8 +288,7 @@ class _Planner:
             self._others = {}
             for full, entry in self._document.manifest.items():
                 rank, _, name = full.partition("/")
-                own = int(rank) != self._exchange.rank and not entry.replicated
-                if own and not isinstance(entry, ShardedTensorEntry):
+                if int(rank) != self._exchange.rank and not entry.is_shared:
                     ranks = self._others.setdefault(self._change(name), [])
                     ranks += [int(rank)] if len(ranks) < 10 else []
         return self._others.get(path, [])
@@ -315,13 +314,13 @@ class _Planner:
 
 def _fills_live(entry: Any, live: Any) -> bool:
     """Return True if no memory is allocated for an entry: a plain value, or one for a live tensor of its shape."""
-    if isinstance(entry, TENSORS):
+    if entry.is_tensor:
         try:
             held = live.global_shape if isinstance(live, Sharded) else getattr(live, "shape", None)
         except RuntimeError:  # a lazy or nested tensor has no shape
             return False
         return isinstance(live, (Sharded, torch.Tensor)) and held == tuple(entry.shape)
-    return isinstance(entry, Scalar)
+    return bool(entry.is_value)
 
 
 # State that must be redistributed if the number of ranks has changed, such as that of a data loader.

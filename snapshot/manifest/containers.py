@@ -17,7 +17,7 @@ from msgspec import field
 
 from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
-from snapshot.manifest.paths import decode_key, key_component
+from snapshot.manifest.paths import decode_key, find_tagged_keys, key_component
 from snapshot.manifest.plain_tree import PLAIN_TREE, decode_tree
 from snapshot.manifest.values import (
     BoolEntry,
@@ -74,22 +74,19 @@ MOST_COMPARISONS = 20_000_000
 class Container(Entry):
     """An entry with children, under paths one component longer than its own."""
 
+    is_container = True
+    is_hashable = False
+
+    def describe(self) -> tuple[str, str]:
+        return self.type, "empty"  # others are not listed
+
     def build(self, children: Sequence[Any]) -> Any:
         """Return the container itself, from its children in order."""
         return list(children)
 
-    def components(self) -> list[str]:
-        """Return the path components of the children, in order."""
-        return []
-
     def without_children(self, gone: Iterable[bool]) -> Container:
         """Return the container without some of its children."""
         return self
-
-    @property
-    def width(self) -> int:
-        """Number of children."""
-        return 0
 
     def check(self, path: str) -> None:
         """Raise CorruptSnapshotError if the container cannot be built with any children."""
@@ -124,6 +121,7 @@ class ListEntry(_Sequence, tag="list"):
 class TupleEntry(_Sequence, tag="tuple"):
     """A tuple."""
 
+    is_hashable = True
     make = tuple
 
 
@@ -136,11 +134,14 @@ class SetEntry(_Sequence, tag="set"):
 class FrozensetEntry(_Sequence, tag="frozenset"):
     """A frozenset."""
 
+    is_hashable = True
     make = frozenset
 
 
 class SliceEntry(_Sequence, tag="slice"):
     """A slice, as a sequence of its start, stop and step."""
+
+    is_hashable = True
 
     def build(self, children: Sequence[Any]) -> Any:
         return slice(*children)
@@ -169,6 +170,7 @@ class DequeEntry(_Sequence, tag="deque"):
 class DictEntry(Container, tag="dict"):
     """A dict: its keys in order. `components` returns the path components, which may differ from the keys' texts."""
 
+    is_keyed = True
     keys: list[Key]
     tagged: list[int] | None = None
     """Positions of keys with a tagged component, since another key of this dict has the same text."""
@@ -197,6 +199,10 @@ class DictEntry(Container, tag="dict"):
         tagged = [new for new, old in enumerate(kept) if old in (self.tagged or ())]
         return msgspec.structs.replace(self, keys=[self.keys[i] for i in kept], tagged=tagged or None)
 
+    def with_keys(self, keys: list[Key]) -> Any:
+        """Return the dict with keys of other names."""
+        return msgspec.structs.replace(self, keys=keys, tagged=find_tagged_keys(map(decode_key, keys)) or None)
+
     def components(self) -> list[str]:
         tagged = set(self.tagged or ())
         return [
@@ -211,6 +217,9 @@ class OrderedDictEntry(DictEntry, tag="OrderedDict"):
     """An OrderedDict. A module's state dict has the versions of its modules."""
 
     module_versions: dict[str, dict[str, Any]] | None = None
+
+    def with_keys(self, keys: list[Key]) -> Any:
+        return msgspec.structs.replace(super().with_keys(keys), module_versions=None)  # they are under the old names
 
     def make(self, items: list[tuple[Any, Any]]) -> Any:
         made: Any = collections.OrderedDict(items)
@@ -271,6 +280,7 @@ DEEPEST_CONTEXT = 50
 class Compound(DictEntry):
     """An object of a class that the manifest only names."""
 
+    is_hashable = True
     obj_type: str = ""
 
     def list_names(self) -> list[str]:
@@ -363,8 +373,8 @@ class SubclassEntry(Compound, tag="TensorSubclass"):
     def check(self, path: str) -> None:
         super().check(path)
         context = self.context
-        widths = [max(0, each.width) for each in context.values() if isinstance(each, Container)]
-        if sum(widths) + 1 != len(context) or any(name.count("/") > DEEPEST_CONTEXT for name in context):
+        widths = sum(max(0, each.width) for each in context.values())
+        if widths + 1 != len(context) or any(name.count("/") > DEEPEST_CONTEXT for name in context):
             raise CorruptSnapshotError(f"{path}: the context must be one tree of at most {DEEPEST_CONTEXT} levels")
         for name, each in context.items():
             if isinstance(each, Container):
@@ -384,7 +394,7 @@ class SubclassEntry(Compound, tag="TensorSubclass"):
 
 def _inflate_entries(entries: Mapping[str, Any], path: str) -> Any:
     entry = entries[path]
-    if not isinstance(entry, Container):
+    if entry.is_value:
         return entry.value()
     children = [_inflate_entries(entries, f"{path}/{name}") for name in entry.components()]
     try:

@@ -15,24 +15,10 @@ import numpy as np
 
 from snapshot.decoding import UNREADABLE, decode_json
 from snapshot.errors import CorruptSnapshotError, SnapshotError, UnsupportedFormatError
-from snapshot.manifest.containers import Compound, Container, FrozensetEntry, SetEntry, SliceEntry, TupleEntry
-from snapshot.manifest.entries import (
-    TENSORS,
-    AnyEntry,
-    AnyTensor,
-    ChunkedTensorEntry,
-    MappedTensorEntry,
-    NDArrayEntry,
-    ObjectEntry,
-    Shard,
-    ShardedTensorEntry,
-    TensorEntry,
-    TensorPartsEntry,
-    count_entries,
-    needs_third_format,
-)
+from snapshot.manifest.containers import FrozensetEntry, SetEntry, SliceEntry, TupleEntry
+from snapshot.manifest.entries import AnyEntry, AnyTensor, ObjectEntry, TensorEntry, count_entries, needs_third_format
 from snapshot.manifest.rank_view import DEEPEST
-from snapshot.manifest.values import Entry, Scalar
+from snapshot.manifest.values import Entry
 from snapshot.tensors.digest import SIZE, count_blocks, digest_range
 from snapshot.tensors.geometry import Box, boxes_overlap, intersect, is_inside
 from snapshot.tensors.memory import ITEMSIZE
@@ -47,7 +33,7 @@ def merge(into: dict[str, Any], entries: Mapping[str, Any], whose: object) -> No
     for path, entry in entries.items():
         held = into.setdefault(path, entry)
         if held is not entry:
-            ours, theirs = _find_shards(held), _find_shards(entry)
+            ours, theirs = held.boxes, entry.boxes
             if ours is None or theirs is None or _tensor_header(held) != _tensor_header(entry):
                 raise CorruptSnapshotError(f"{path}: described twice, by {whose} and by another part of the manifest")
             ours += theirs
@@ -56,18 +42,12 @@ def merge(into: dict[str, Any], entries: Mapping[str, Any], whose: object) -> No
 def expect_whole_tensors(entries: Mapping[str, Any]) -> None:
     """Raise unless the parts of every tensor cover all its elements; sort the parts."""
     for path, entry in entries.items():
-        shards = _find_shards(entry)
-        if shards is not None:
-            shards.sort(key=lambda shard: shard.offsets)
-            found, expected = sum(math.prod(shard.sizes) for shard in shards), math.prod(entry.shape)
+        boxes = entry.boxes
+        if boxes is not None:
+            boxes.sort(key=lambda box: box.offsets)
+            found, expected = sum(math.prod(box.sizes) for box in boxes), math.prod(entry.shape)
             if found != expected:
                 raise CorruptSnapshotError(f"{path}: all ranks together wrote {found:,} of {expected:,} elements")
-
-
-def _find_shards(entry: Entry) -> list[Shard] | None:
-    if isinstance(entry, ChunkedTensorEntry):
-        return entry.chunks
-    return entry.shards if isinstance(entry, ShardedTensorEntry) else None
 
 
 def _tensor_header(entry: AnyTensor) -> tuple[Any, ...]:
@@ -521,19 +501,17 @@ class SnapshotMetadata:
 
 Files = Mapping[str, FileEntry]
 
-_HASHABLE = (Scalar, TupleEntry, SliceEntry, FrozensetEntry, Compound, *TENSORS, TensorPartsEntry, ObjectEntry)
-
 
 def check_tree(path: str, entries: Mapping[str, Any]) -> None:
     """Raise unless the entries at and below a path form one tree that matches the containers' children."""
     expected = 1
     for below, entry in entries.items():
-        if isinstance(entry, Container):
+        if entry.is_container:
             entry.check(below)
             expected += entry.width
             if below.count("/") > DEEPEST + 1:
                 raise CorruptSnapshotError(f"{path}: nested more than {DEEPEST} deep")
-        if not isinstance(entry, _HASHABLE):
+        if not entry.is_hashable:
             holder = entries.get(above := below.rpartition("/")[0])
             while isinstance(holder, (TupleEntry, SliceEntry)) and above:
                 holder = entries.get(above := above.rpartition("/")[0])
@@ -559,9 +537,9 @@ def check_tensor(
         check_stored(path, entry, files)
         return
     check_shape(path, entry)
-    if isinstance(entry, MappedTensorEntry):
-        for part in entry.parts:
-            check_tensor(path, part.entry, files, partial=partial)
+    if entry.is_mapped:
+        for source in entry.sources():
+            check_tensor(path, source, files, partial=partial)
         return
     pieces = entry.pieces()
     for box, stored in pieces:
@@ -659,12 +637,8 @@ def find_locations(entries: Mapping[str, Any], files: Files) -> set[str]:
     """
     found = set()
     for entry in entries.values():
-        if type(entry) is TensorEntry or type(entry) is ObjectEntry:
+        if type(entry) is TensorEntry:  # nearly all are, so this has the fewest steps
             found.add(entry.location)
-        elif isinstance(entry, TENSORS):
-            found |= {stored.location for _, stored in entry.pieces()}
-        elif type(entry) is NDArrayEntry:
-            found |= {stored.location for _, stored in entry.data.pieces()}
-        elif type(entry) is TensorPartsEntry:
-            found |= {stored.location for part in entry.parts.values() for _, stored in part.pieces()}
+        else:
+            found.update([stored.location for stored in entry.stored()])
     return found & files.keys()

@@ -1,17 +1,16 @@
-"""Kinds of entries in a manifest, with the behaviour that depends on the kind."""
+"""Entries of tensors, arrays and objects, whose bytes are in data files, and the union of all kinds of entries."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple, Union
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Union
 
 import msgspec
 import numpy as np
 
 from snapshot.manifest.containers import (
     NEW_SERIALIZERS,
-    Container,
     NamedTupleEntry,
     NamespaceEntry,
     PlainEntry,
@@ -19,16 +18,10 @@ from snapshot.manifest.containers import (
     SubclassEntry,
 )
 from snapshot.manifest.values import Entry
-from snapshot.tensors.geometry import (
-    Box,
-    Grid,
-    Split,
-    find_coordinates,
-    find_nesting,
-    parse_placements,
-    whole_box,
-)
+from snapshot.tensors.composite import KIND as GENERATOR
+from snapshot.tensors.geometry import Box, Grid, Split, find_coordinates, find_nesting, parse_placements, whole_box
 from snapshot.tensors.memory import ITEMSIZE
+from snapshot.text import counted
 
 # Entries are tagged by `type`, and written without default values. They are plain values: nothing here does I/O.
 
@@ -50,7 +43,43 @@ class Extra(msgspec.Struct, omit_defaults=True, gc=False, forbid_unknown_fields=
 PLAIN = Extra()
 
 
-class TensorEntry(Entry, tag="Tensor"):
+class _Tensor(Entry):
+    is_tensor = True
+
+    @property
+    def kind(self) -> str:
+        return "Tensor"
+
+    def describe(self) -> tuple[str, str]:
+        return self.type, "" if self.extra is None else self.extra.subclass or ""
+
+    def summarise(self: Any) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+    @property
+    def form(self: Any) -> Any:
+        return None if self.is_sharded else (self.kind, self.dtype, self.shape, self.extra)
+
+    def tensors(self) -> Sequence[tuple[str, Any]]:
+        return (("", self),)
+
+    def stored(self) -> Sequence[Any]:
+        return [stored for _, stored in self.pieces()]
+
+    def pieces(self) -> list[tuple[Box, TensorEntry]]:
+        """Return the stored ranges, each with the box that it fills."""
+        raise NotImplementedError
+
+    def sources(self) -> Sequence[AnyTensor]:
+        """Return the stored tensors that have the elements."""
+        return (self,)  # type: ignore[return-value]
+
+    def places(self) -> list[tuple[Any, ...]]:
+        """Return the place and the form of each stored range. It is equal for two entries of the same stored values."""
+        return [(box, each.location, each.byte_range, each.extra, each.serializer) for box, each in self.pieces()]
+
+
+class TensorEntry(_Tensor, tag="Tensor"):
     """A tensor whose bytes are one range of one file, in C order."""
 
     location: str
@@ -68,8 +97,10 @@ class TensorEntry(Entry, tag="Tensor"):
     def nbytes(self) -> int:
         return self.byte_range[1] - self.byte_range[0]
 
+    def stored(self) -> Sequence[Any]:
+        return (self,)
+
     def pieces(self) -> list[tuple[Box, TensorEntry]]:
-        """Return the stored ranges, each with the box that it fills."""
         return [(whole_box(self.shape), self)]
 
 
@@ -81,18 +112,19 @@ class Shard(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     tensor: TensorEntry
 
 
-class _Boxes(Entry):
+class _Boxes(_Tensor):
     dtype: str
     shape: tuple[int, ...]
 
     @property
-    def nbytes(self) -> int:
-        return sum(stored.nbytes for _, stored in self.pieces())
+    def nbytes(self: Any) -> int:
+        return sum(shard.tensor.nbytes for shard in self.boxes)
 
-    def pieces(self) -> list[tuple[Box, TensorEntry]]:
-        """Return the stored ranges, each with the box that it fills."""
-        shards: list[Shard] = self.chunks if isinstance(self, ChunkedTensorEntry) else self.shards  # type: ignore[attr-defined]
-        return [(Box(shard.offsets, shard.sizes), shard.tensor) for shard in shards]
+    def stored(self: Any) -> Sequence[Any]:
+        return [shard.tensor for shard in self.boxes]
+
+    def pieces(self: Any) -> list[tuple[Box, TensorEntry]]:
+        return [(Box(shard.offsets, shard.sizes), shard.tensor) for shard in self.boxes]
 
 
 class ChunkedTensorEntry(_Boxes, tag="ChunkedTensor"):
@@ -101,6 +133,17 @@ class ChunkedTensorEntry(_Boxes, tag="ChunkedTensor"):
     chunks: list[Shard]
     replicated: bool = False
     extra: Extra | None = None
+
+    def describe(self) -> tuple[str, str]:
+        return self.kind, super().describe()[1]  # the number of pieces does not matter to users
+
+    @property
+    def boxes(self) -> list[Shard]:
+        return self.chunks
+
+    def with_boxes(self, boxes: list[Shard]) -> Any:
+        """Return the entry with other boxes."""
+        return msgspec.structs.replace(self, chunks=boxes)
 
 
 class Mesh(msgspec.Struct, gc=False, forbid_unknown_fields=True):
@@ -145,11 +188,22 @@ class Mesh(msgspec.Struct, gc=False, forbid_unknown_fields=True):
 class ShardedTensorEntry(_Boxes, tag="ShardedTensor"):
     """A tensor with boxes on several ranks."""
 
-    extra: ClassVar[None] = None
-
+    is_sharded = True
     shards: list[Shard]
     mesh: Mesh | list[Any] | None = None
     """Ranks that had parts of the tensor, if all of them knew."""
+
+    @property
+    def is_shared(self) -> bool:
+        return True
+
+    @property
+    def boxes(self) -> list[Shard]:
+        return self.shards
+
+    def with_boxes(self, boxes: list[Shard]) -> Any:
+        """Return the entry with other boxes."""
+        return msgspec.structs.replace(self, shards=boxes)
 
     def is_whole(self) -> bool:
         """Return True if the boxes have as many elements as the tensor."""
@@ -171,6 +225,9 @@ class DTensorEntry(ShardedTensorEntry, tag="DTensor"):
     """A DTensor, with its placements over its mesh."""
 
     placements: list[str] | None = None
+
+    def describe(self) -> tuple[str, str]:
+        return self.type, f"DTensor {', '.join(self.placements)}" if self.placements else ""
 
     def find_holders(self, box: Box) -> set[int]:
         """Return the ranks whose boxes meet a box, by the mesh and the placements: a hint, and empty without one."""
@@ -214,11 +271,10 @@ class MappedPart(NamedTuple):
     grid: Grid
 
 
-class MappedTensorEntry(Entry, tag="Mapped"):
+class MappedTensorEntry(_Tensor, tag="Mapped"):
     """A tensor that a tensor map makes of stored ones while they are read. Manifests do not have such entries."""
 
-    extra: ClassVar[None] = None
-
+    is_mapped = True
     dtype: str
     shape: tuple[int, ...]
     parts: list[MappedPart]
@@ -252,10 +308,17 @@ class MappedTensorEntry(Entry, tag="Mapped"):
             for grid in whole.clip("source", piece)
         ]
 
+    def sources(self) -> Sequence[AnyTensor]:
+        return [part.entry for part in self.parts]
+
+    def places(self) -> list[tuple[Any, ...]]:
+        return [(part.grid, *part.entry.places()) for part in self.parts]
+
 
 class NDArrayEntry(Entry, tag="ndarray"):
     """A NumPy array, or (`scalar`) a NumPy scalar: as bytes, with NumPy's own text for the dtype."""
 
+    is_hashable = False
     data: TensorEntry | ChunkedTensorEntry
     dtype: Any
     shape: tuple[int, ...]
@@ -267,6 +330,23 @@ class NDArrayEntry(Entry, tag="ndarray"):
     def nbytes(self) -> int:
         return self.data.nbytes
 
+    def summarise(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+    @property
+    def form(self) -> Any:
+        return self.kind, self.dtype, self.shape, self.order, self.scalar, self.data.dtype
+
+    def tensors(self) -> Sequence[tuple[str, Any]]:
+        return (("", self.data),)
+
+    def with_tensors(self, tensors: Mapping[str, Any]) -> NDArrayEntry:
+        """Return the entry with other tensors, by their suffixes."""
+        return msgspec.structs.replace(self, data=tensors[""])
+
+    def stored(self) -> Sequence[Any]:
+        return self.data.stored()
+
 
 class TensorPartsEntry(Entry, tag="TensorParts"):
     """A tensor composed of tensors: a sparse layout, or a quantised one."""
@@ -276,9 +356,28 @@ class TensorPartsEntry(Entry, tag="TensorParts"):
     params: dict[str, Any]
     replicated: bool = False
 
+    def describe(self) -> tuple[str, str]:
+        return self.kind if self.kind == GENERATOR else f"{self.kind} tensor", ""
+
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts.values())
+
+    @property
+    def form(self) -> Any:
+        parts = [(name, part.dtype, part.shape) for name, part in self.parts.items()]
+        return self.type, self.kind, self.params, parts
+
+    def tensors(self) -> Sequence[tuple[str, Any]]:
+        return [(f"%[{name}]", part) for name, part in self.parts.items()]
+
+    def with_tensors(self, tensors: Mapping[str, Any]) -> TensorPartsEntry:
+        """Return the entry with other tensors, by their suffixes."""
+        parts = {suffix.removeprefix("%[").removesuffix("]"): tensor for suffix, tensor in tensors.items()}
+        return msgspec.structs.replace(self, parts=parts)
+
+    def stored(self) -> Sequence[Any]:
+        return [stored for part in self.parts.values() for stored in part.stored()]
 
 
 class ObjectEntry(Entry, tag="object"):
@@ -288,6 +387,7 @@ class ObjectEntry(Entry, tag="object"):
     (a pickle).
     """
 
+    is_object = True
     location: str
     byte_range: tuple[int, int]
     serializer: str
@@ -300,9 +400,22 @@ class ObjectEntry(Entry, tag="object"):
     def nbytes(self) -> int:
         return self.byte_range[1] - self.byte_range[0]
 
+    def describe(self) -> tuple[str, str]:
+        name = self.obj_type.rpartition(".")[2] or "object"
+        return name, "a pickle" if self.serializer == "torch_save" else ""
+
+    def summarise(self) -> str:
+        return f"{self.obj_type}, {counted(self.nbytes, 'byte')}"
+
+    @property
+    def form(self) -> Any:
+        return None if self.digest is None else (self.type, self.serializer, self.obj_type, self.nbytes, self.digest)
+
+    def stored(self) -> Sequence[Any]:
+        return (self,)
+
 
 AnyTensor = TensorEntry | ChunkedTensorEntry | ShardedTensorEntry | DTensorEntry | MappedTensorEntry
-TENSORS = (TensorEntry, ChunkedTensorEntry, ShardedTensorEntry, DTensorEntry, MappedTensorEntry)
 
 AnyEntry = Union[  # noqa: UP007 - msgspec wants one union, and mypy one spelling of it
     PlainEntry,
@@ -339,7 +452,7 @@ def is_leaf(entry: Entry) -> bool:
 
     Other containers are represented by their contents.
     """
-    return not (isinstance(entry, Container) and entry.width)
+    return not entry.width
 
 
 def count_entries(manifest: Mapping[str, Any]) -> int:

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from snapshot.errors import CorruptSnapshotError, RestoreError
-from snapshot.manifest.containers import Container, DictEntry, OrderedDictEntry
-from snapshot.manifest.entries import ShardedTensorEntry, is_leaf
-from snapshot.manifest.paths import decode_component, decode_key, encode_key, find_tagged_keys
+from snapshot.manifest.containers import DictEntry
+from snapshot.manifest.entries import is_leaf
+from snapshot.manifest.paths import decode_component, encode_key
 from snapshot.manifest.values import Entry
 
 
@@ -54,20 +54,20 @@ def make_rank_view(
     sharded: dict[str, list[tuple[int, Any]]] = {}
     for path, entry in manifest.items():
         number, _, logical = path.partition("/")
-        if isinstance(entry, ShardedTensorEntry):
+        if entry.is_sharded:
             sharded.setdefault(logical, []).append((_parse_rank(path, number, saved), entry))
         elif entry.replicated:
             view.entries.setdefault(logical, entry)
         elif path.startswith(prefix):
             view.entries[path[cut:]] = entry
         elif rank >= saved and number == "0":
-            if isinstance(entry, Container):
+            if entry.is_container:
                 view.entries[logical] = entry
             elif are_equal is not None and are_equal(logical):
                 view.entries[logical] = msgspec.structs.replace(entry, replicated=True)
             else:
                 view.withheld[logical] = "belongs to rank 0 alone"
-        elif _parse_rank(path, number, saved) >= now and not isinstance(entry, Container):
+        elif _parse_rank(path, number, saved) >= now and not entry.is_container:
             view.gone.append(path)
     _choose_sharded(view, sharded, rank)
     _check_widths(view.entries, len(manifest))
@@ -83,7 +83,7 @@ def split_by_rank(manifest: Mapping[str, Any], saved: int) -> tuple[dict[str, An
     shared: dict[str, Any] = {}
     own: dict[str, dict[str, Any]] = {}
     for path, entry in manifest.items():
-        held = shared if saved == 1 or is_shared(entry) else own.setdefault(path.partition("/")[0], {})
+        held = shared if saved == 1 or entry.is_shared else own.setdefault(path.partition("/")[0], {})
         held[path] = entry
     return shared, own
 
@@ -95,7 +95,7 @@ def _check_widths(entries: Mapping[str, Any], most: int) -> None:
     """
     if max((path.count("/") for path in entries), default=0) > DEEPEST + 1:
         raise CorruptSnapshotError(f"the manifest is nested more than {DEEPEST} deep")
-    if sum(max(0, entry.width) for entry in entries.values() if isinstance(entry, Container)) > most:
+    if sum(max(0, entry.width) for entry in entries.values() if entry.is_container) > most:
         raise CorruptSnapshotError(f"the manifest's containers have more children than its {most} entries")
 
 
@@ -126,18 +126,18 @@ def _prune_containers(view: RankView, rank: int, saved: int) -> None:
     """Remove missing children from the containers, and entries that no container names from the view."""
     named: set[str] = set()
     for path, entry in list(view.entries.items()):
-        if not isinstance(entry, Container):
+        if not entry.is_container:
             continue
         components = entry.components()
         here = [f"{path}/{name}" for name in components]
         named.update(here)
-        if rank >= saved and isinstance(entry, DictEntry) and not all(below in view.entries for below in here):
+        if rank >= saved and entry.is_keyed and not all(below in view.entries for below in here):
             for below in here:
                 if below not in view.entries:
                     view.withheld.setdefault(below, "belongs to other ranks alone")
             view.entries[path] = entry.without_children(below not in view.entries for below in here)
     unnamed = {path for path in view.entries if path not in named and "/" in path}
-    if any(isinstance(view.entries[path], Container) for path in unnamed):  # removed with their contents
+    if any(view.entries[path].is_container for path in unnamed):  # removed with their contents
         for path in sorted(view.entries):
             if path.rpartition("/")[0] in unnamed:
                 unnamed.add(path)
@@ -153,7 +153,7 @@ def adopt_entry(entries: dict[str, Any], path: str, entry: Entry) -> None:
         parent = entries.get(above)
         if parent is None:
             parent = DictEntry([])
-        if not isinstance(parent, DictEntry) or name in parent.components():
+        if not parent.is_keyed or name in parent.components():
             return
         key = decode_component(name)
         entries[above] = msgspec.structs.replace(parent, keys=[*parent.keys, encode_key(key)])
@@ -208,7 +208,7 @@ def rename_entries(view: Mapping[str, Any], change: Callable[[str], str]) -> dic
     ints = {
         f"{path}/{name}"
         for path, entry in view.items()
-        if isinstance(entry, DictEntry)
+        if entry.is_keyed
         for name, key in zip(entry.components(), entry.keys, strict=True)
         if type(key) is int
     }
@@ -231,16 +231,12 @@ def rename_entries(view: Mapping[str, Any], change: Callable[[str], str]) -> dic
         if parent:
             children.setdefault(parent, []).append(name)
     for path, entry in made.items():
-        if isinstance(entry, DictEntry):
+        if entry.is_keyed:
             old = dict(zip(entry.components(), entry.keys, strict=True))
             names = children.get(path, [])
             if list(old) != names:
                 keys = [old.get(name, kinds.get(f"{path}/{name}", decode_component)(name)) for name in names]
-                tagged = find_tagged_keys(map(decode_key, keys)) or None
-                changes: dict[str, Any] = {"keys": keys, "tagged": tagged}
-                if isinstance(entry, OrderedDictEntry):
-                    changes["module_versions"] = None  # their keys are the old names
-                made[path] = msgspec.structs.replace(entry, **changes)
+                made[path] = entry.with_keys(keys)
     return made
 
 
@@ -254,8 +250,9 @@ def resolve_path(manifest: Mapping[str, Any], saved: int, path: str, where: str 
         return path
     number, _, logical = path.partition("/")
     if logical and is_rank(number, saved):
-        shared = [each for each in find_rank_paths(manifest, saved, logical) if is_shared(manifest[each])]
-        held = [each for each in shared if getattr(manifest[each], "is_held_by", _is_never_held)(int(number))] or shared
+        shared = [each for each in find_rank_paths(manifest, saved, logical) if manifest[each].is_shared]
+        mine = [each for each in shared if manifest[each].is_sharded and manifest[each].is_held_by(int(number))]
+        held = mine or shared
         if len(held) == 1:
             return held[0]
     found = find_rank_paths(manifest, saved, path)
@@ -282,15 +279,6 @@ def has_path(manifest: Mapping[str, Any], saved: int, path: str) -> bool:
     )
 
 
-def is_shared(entry: Entry) -> bool:
-    """Return True if an entry belongs to all ranks: it is replicated or sharded."""
-    return isinstance(entry, ShardedTensorEntry) or entry.replicated
-
-
-def _is_never_held(rank: int) -> bool:
-    return False
-
-
 def find_rank_paths(manifest: Mapping[str, Any], saved: int, logical: str) -> list[str]:
     """Return the paths of the manifest for a path with or without its rank."""
     if logical in manifest:
@@ -303,16 +291,16 @@ def find_rank_paths(manifest: Mapping[str, Any], saved: int, logical: str) -> li
 
 def _is_one_container(manifest: Mapping[str, Any], found: list[str], logical: str) -> bool:
     """Return True if containers of several ranks are equal, and have only entries that these ranks share."""
-    if not all(isinstance(manifest[path], Container) for path in found):
+    if not all(manifest[path].is_container for path in found):
         return False
     held: dict[str, dict[str, Any]] = {path.partition("/")[0]: {logical: manifest[path]} for path in found}
     for path, entry in manifest.items():
         number, _, below = path.partition("/")
         if not below.startswith(f"{logical}/"):
             continue
-        if is_leaf(entry) and not is_shared(entry):
+        if is_leaf(entry) and not entry.is_shared:
             return False
-        if isinstance(entry, Container):
+        if entry.is_container:
             held.setdefault(number, {})[below] = entry
     first, *others = held.values()
     return all(each == first for each in others)

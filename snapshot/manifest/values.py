@@ -11,7 +11,7 @@ import re
 import struct
 import uuid
 import zoneinfo
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from enum import Enum, Flag
@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import torch
 
-from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
+from snapshot.errors import CorruptSnapshotError, SnapshotError, UnsupportedFormatError
 from snapshot.manifest.paths import LONGEST_INT, decode_component, decode_text, encode_component, encode_text
 from snapshot.saved import SavedObject, class_name
 from snapshot.tensors.memory import BY_NAME
@@ -30,10 +30,26 @@ from snapshot.tensors.memory import BY_NAME
 
 
 class Entry(msgspec.Struct, tag_field="type", omit_defaults=True, gc=False, forbid_unknown_fields=True):
-    """One line of a manifest."""
+    """One line of a manifest. Its attributes and methods are what may be asked of any entry; only fields are stored."""
 
     replicated = False
     """True if all ranks share the entry. Kinds that several ranks may share have a field of this name."""
+    is_value = False
+    """True for a value that is stored in the manifest itself: it has `value()`."""
+    is_container = False
+    """True for an entry with children, under paths one component longer than its own."""
+    is_keyed = False
+    """True for a container whose children have keys, so that each of them can be added, renamed or left out."""
+    is_tensor = False
+    """True for a tensor with strided elements: it has a dtype, a shape and `pieces()`."""
+    is_sharded = False
+    """True for a tensor with boxes on several ranks."""
+    is_mapped = False
+    """True for a tensor that is made of stored ones while they are read."""
+    is_object = False
+    """True for bytes that only a serializer can read."""
+    is_hashable = True
+    """True if the value can be in a set, provided that its elements can."""
 
     @property
     def type(self) -> str:
@@ -46,17 +62,85 @@ class Entry(msgspec.Struct, tag_field="type", omit_defaults=True, gc=False, forb
         return str(self.__struct_config__.tag)
 
     @property
+    def kind(self) -> str:
+        """Kind of the value, however it is stored: all tensors with strided elements are `Tensor`."""
+        return self.type
+
+    def describe(self) -> tuple[str, str]:
+        """Return what listings show: the kind, and the value if it is in the manifest, or a remark in its place."""
+        return self.type, ""
+
+    def summarise(self) -> str:
+        """Return a few words about the entry, for a difference."""
+        return self.kind
+
+    @property
+    def form(self) -> Any:
+        """All that the entry says of its value, except where its bytes are; None if that does not tell enough.
+
+        Two entries of the same form have equal values if their tensors have equal elements.
+        """
+        return None
+
+    @property
+    def is_shared(self) -> bool:
+        """True if the entry belongs to all ranks: it is replicated or sharded."""
+        return self.replicated
+
+    # Children
+
+    @property
+    def width(self) -> int:
+        """Number of children."""
+        return 0
+
+    def components(self) -> list[str]:
+        """Return the path components of the children, in order."""
+        return []
+
+    # Stored bytes
+
+    @property
+    def extra(self) -> Any:
+        """Properties that few tensors have."""
+        return None
+
+    @property
     def nbytes(self) -> int:
         """Number of bytes in data files."""
         return 0
 
+    def tensors(self) -> Sequence[tuple[str, Any]]:
+        """Return the tensors that hold the entry's elements, each after its suffix.
+
+        The name of a leaf is the entry's path, followed by the suffix, which is empty for an only tensor.
+        """
+        return ()
+
+    def stored(self) -> Sequence[Any]:
+        """Return the stored ranges that the entry refers to: entries with a location and a range."""
+        return ()
+
+    @property
+    def boxes(self) -> list[Any] | None:
+        """Boxes of a tensor that is stored in boxes, as the entry's own list; None for any other entry."""
+        return None
+
+    def is_whole(self) -> bool:
+        """Return True unless boxes of a sharded tensor are missing."""
+        return True
+
 
 # Values that are stored in the manifest itself, as exact texts.
+
+LONGEST_SUMMARY = 60
+"""Maximum number of characters of a value in a summary."""
 
 
 class Scalar(Entry):
     """A value in the manifest itself, as a text."""
 
+    is_value = True
     serialized_value: str
     readable: str | None = None
     replicated: bool = False
@@ -76,12 +160,26 @@ class Scalar(Entry):
         """Key that is equal for two values of this type if and only if they are equal."""
         return (self.serialized_value,)
 
+    @property
+    def form(self) -> Any:
+        return self.type, self.identity
+
     def value(self) -> Any:
         """Return the value; raise CorruptSnapshotError if the text is not one of this type."""
         try:
             return type(self).read(self.serialized_value)
         except (ValueError, KeyError, struct.error, ArithmeticError) as error:
             raise CorruptSnapshotError(f"invalid value of type {self.type}: {self.serialized_value[:80]!r}") from error
+
+    def describe(self) -> tuple[str, str]:
+        try:
+            return self.type, repr(self.value())
+        except (SnapshotError, ValueError):  # invalid for its type here, or too many digits for Python
+            return self.type, self.serialized_value
+
+    def summarise(self) -> str:
+        text = self.readable or self.serialized_value
+        return f"{self.kind} {text[:LONGEST_SUMMARY]}{'...' if len(text) > LONGEST_SUMMARY else ''}"
 
 
 def _write_float(value: float) -> str:

@@ -148,8 +148,8 @@ def open_base(opened: Opened, rank: int, *, shares: str) -> Base:
             if (found := held.get(entry.location)) is not None:
                 found.append((*entry.byte_range, path.partition("/")[2], None, entry))
             continue
-        for name, tensor in _named_tensors(path.partition("/")[2], entry):
-            whole = isinstance(tensor, e.TensorEntry)
+        for suffix, tensor in entry.tensors():
+            name, whole = path.partition("/")[2] + suffix, tensor.boxes is None
             for box, stored in tensor.pieces():
                 if (found := held.get(stored.location)) is not None:
                     found.append((*stored.byte_range, name, None if whole else box, stored))
@@ -173,17 +173,6 @@ def _merge_ranges(found: list[tuple[int, int, str, Box | None, e.TensorEntry]]) 
             ranges.append(BaseRange([name], box, stored))
         last = begin if begin < end else None
     return ranges
-
-
-def _named_tensors(path: str, entry: Any) -> Iterator[tuple[str, e.AnyTensor]]:
-    """Yield the tensors of an entry, under the names of their leaves."""
-    if isinstance(entry, e.TENSORS):
-        yield path, entry
-    elif isinstance(entry, e.NDArrayEntry):
-        yield path, entry.data
-    elif isinstance(entry, e.TensorPartsEntry):
-        for part, tensor in entry.parts.items():
-            yield f"{path}%[{part}]", tensor
 
 
 def fit_leaf(number: int, leaf: Leaf, held: BaseRange) -> Piece | None:

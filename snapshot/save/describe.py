@@ -176,11 +176,9 @@ def describe_packed(packed: PackedResult, location: str, place: tuple[int, int])
 
 def _entry_of_tie(entry: Any) -> Any:
     """Return an entry for another name of the same tensor, with its own list of shards for the leader to extend."""
-    if isinstance(entry, e.ChunkedTensorEntry):
-        return msgspec.structs.replace(entry, chunks=list(entry.chunks))
-    if isinstance(entry, e.ShardedTensorEntry):
-        return msgspec.structs.replace(entry, shards=list(entry.shards))
-    return entry
+    if entry is None or entry.boxes is None:  # None: another rank writes it
+        return entry
+    return entry.with_boxes(list(entry.boxes))
 
 
 def _object_entry(blob: Blob, binary: _Binary) -> e.ObjectEntry:
@@ -221,7 +219,7 @@ def shard_checksums(described: RankManifest) -> tuple[bytes, bytes]:
     """
     have, expected = [], []
     for path, entry in described.own.items():
-        if isinstance(entry, e.ShardedTensorEntry):
+        if entry.is_sharded:
             digest = digest_layout(path, "")
             have += [digest * math.prod(shard.sizes) for shard in entry.shards]
             if any(not any(shard.offsets) for shard in entry.shards):

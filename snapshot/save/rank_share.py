@@ -17,9 +17,7 @@ from snapshot.distributed.known_replication import KnownReplication, remember_re
 from snapshot.io.session import Session
 from snapshot.manifest import document
 from snapshot.manifest import entries as e
-from snapshot.manifest.containers import Container
 from snapshot.manifest.parts import NumberedEntries
-from snapshot.manifest.values import Scalar
 from snapshot.plan.layout import Assignment, PartitionItem, partition_items
 from snapshot.save.collect import collect_state
 from snapshot.save.leaf_digests import digest_leaves
@@ -236,8 +234,8 @@ class RankShare(Share):
                 common[f"0/{path}"] = replace(entry, replicated=True)
             elif path not in paths:
                 own[f"{rank}/{path}"] = entry
-            elif rank == 0 or not isinstance(entry, (Scalar, Container)):
-                if not (self._exchange.alone and isinstance(entry, Container)):
+            elif rank == 0 or not (entry.is_value or entry.is_container):
+                if not (self._exchange.alone and entry.is_container):
                     entry = replace(entry, replicated=True)  # a copy: flattening may reuse the entry
                 common[f"0/{path}"] = entry
         return own, common

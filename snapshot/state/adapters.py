@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from snapshot.manifest.containers import Container
 from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.state.foreign_parts import describe_state, read_state
 from snapshot.state.model_state import ModelState, ModuleMap
@@ -90,7 +89,7 @@ class ModelStateAdapter(StateOfParameters):
 
     def find_unexpected(self, entries: Mapping[str, Any]) -> list[str]:
         prefix = f"{self.key}/model/"
-        leaves = (path for path, entry in entries.items() if not isinstance(entry, Container))
+        leaves = (path for path, entry in entries.items() if not entry.is_container)
         return sorted(path for path in leaves if path.startswith(prefix) and path not in self.live)
 
     def drop_optimizer(self, entries: dict[str, Any]) -> bool:

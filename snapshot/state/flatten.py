@@ -35,6 +35,7 @@ from snapshot.manifest.containers import (
     SubclassEntry,
     encode_object,
 )
+from snapshot.manifest.entries import is_leaf
 from snapshot.manifest.paths import (
     add_parents,
     decode_key,
@@ -113,7 +114,7 @@ def inflate_tree(path: str, entries: Mapping[str, Any], values: Mapping[str, Any
     A leaf that is MISSING leaves no key.
     """
     entry = entries.get(path)
-    if path in values or not isinstance(entry, Container):
+    if path in values or entry is None or not entry.is_container:
         return values.get(path, MISSING)
     prefix = path + "/"
     children = []
@@ -121,7 +122,7 @@ def inflate_tree(path: str, entries: Mapping[str, Any], values: Mapping[str, Any
         below = prefix + text
         children.append(values[below] if below in values else inflate_tree(below, entries, values))
     if any(child is MISSING for child in children):
-        if not isinstance(entry, DictEntry):
+        if not entry.is_keyed:
             raise RestoreError(f"{path}: a sequence cannot be restored without some of its elements", [path])
         return entry.without_children(child is MISSING for child in children).build(
             [c for c in children if c is not MISSING]
@@ -140,11 +141,7 @@ class ChosenState:
     """The leaves of a tree of entries that are restored; all others remain unchanged in the application."""
 
     def __init__(self, entries: Mapping[str, Any], wanted: Callable[[str], bool]) -> None:
-        leaves = {
-            path: wanted(path)
-            for path, entry in entries.items()
-            if not isinstance(entry, Container) or entry.width == 0
-        }
+        leaves = {path: wanted(path) for path, entry in entries.items() if is_leaf(entry)}
         self.skipped = {path for path, is_wanted in leaves.items() if not is_wanted}
         self._above_skipped = add_parents(self.skipped)
         self._above_wanted = add_parents(path for path, is_wanted in leaves.items() if is_wanted)
@@ -174,7 +171,7 @@ class ChosenState:
             ]
             kept = entry.without_children(child is MISSING for child in children)
             return _build_container(path, kept, [child for child in children if child is not MISSING])
-        if isinstance(entry, DictEntry) and isinstance(live, dict):
+        if entry.is_keyed and isinstance(live, dict):
             made = copy.copy(live)
             for name, key in zip(names, map(decode_key, entry.keys), strict=True):
                 child = self.merge(f"{path}/{name}", entries, values, live.get(key, MISSING))

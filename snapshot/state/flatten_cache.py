@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from snapshot.io.system import PerProcess
-from snapshot.manifest.containers import Container, DictEntry
 from snapshot.manifest.values import SCALARS, TYPED, Entry, Scalar, make_plain_entry
 from snapshot.state.leaves import LOW, FlatState, Leaf, read_module_versions
 from snapshot.state.sharded import describes_parts
@@ -67,9 +66,9 @@ def _survey_values(value: Any, children: list[Any], structure: list[Any]) -> Non
 def _collect_names(path: str, value: Any, entries: Mapping[str, Entry | None], names: list[str]) -> None:
     """Gather the paths of the values in `_survey_values`, in its order."""
     entry = entries.get(path)
-    if not isinstance(entry, Container) or entry.width != len(value):
+    if entry is None or not entry.is_container or entry.width != len(value):
         raise _Unlike
-    inner = list(value.values()) if isinstance(entry, DictEntry) else value
+    inner = list(value.values()) if entry.is_keyed else value
     below = [f"{path}/{text}" for text in entry.components()]
     names += below
     for name, child in zip(below, inner, strict=True):

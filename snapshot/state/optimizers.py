@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from snapshot.errors import RestoreError
 from snapshot.manifest.containers import DictEntry, ListEntry, OptimizerRecord, SubclassEntry
-from snapshot.manifest.entries import TENSORS
 from snapshot.manifest.paths import encode_component
-from snapshot.manifest.values import Scalar
+from snapshot.manifest.values import Entry, Scalar
 from snapshot.saved import class_name
 from snapshot.state.flatten import MISSING
 from snapshot.state.sharded import shape_of_whole
@@ -59,6 +58,11 @@ _ANY_OPTIMIZER = frozenset(
 """Options that do not identify the class: implementation choices, and those of learning rate schedulers."""
 
 
+def _list_names(entry: Entry | None) -> list[str]:
+    """Return the names in a dict; none for another entry."""
+    return entry.components() if entry is not None and entry.is_keyed else []
+
+
 @dataclass(frozen=True)
 class SavedOptimizer:
     """An optimizer in a snapshot, without its tensors."""
@@ -84,7 +88,7 @@ class SavedOptimizer:
         for number in range(listed.length):
             base = f"{path}/param_groups/{number}"
             group, held = entries.get(base), entries.get(f"{base}/params")
-            options.append(frozenset(group.components()) if isinstance(group, DictEntry) else frozenset())
+            options.append(frozenset(_list_names(group)))
             indices = [entries.get(f"{base}/params/{at}") for at in range(getattr(held, "length", 0))]
             groups.append(
                 tuple(encode_component(str(each.value())) if isinstance(each, Scalar) else "" for each in indices)
@@ -92,9 +96,9 @@ class SavedOptimizer:
         states = entries.get(f"{path}/state")
         found: dict[str, frozenset[str]] = {}
         alike: dict[str, frozenset[str]] = {}
-        for name in states.components() if isinstance(states, DictEntry) else ():
+        for name in _list_names(states):
             each = entries.get(f"{path}/state/{name}")
-            if isinstance(each, DictEntry):
+            if each is not None and each.is_keyed:
                 text = repr(each.keys)
                 if text not in alike:
                     alike[text] = frozenset(each.components())
@@ -264,7 +268,7 @@ class StateOfParameters(RestoreAdapter):
         for path, entry in entries.items():
             if self._wrapped and path.startswith(self._wrapped):
                 continue  # inner tensors have shapes and dtypes of their own
-            if isinstance(entry, TENSORS) and path.startswith(self._states):
+            if entry.is_tensor and path.startswith(self._states):
                 parts = path.split("/", depth + 2)
                 if len(parts) > depth + 1:
                     self._tensors.append((path, entry, parts[depth], parts[depth + 1]))
@@ -350,7 +354,8 @@ class StateOfParameters(RestoreAdapter):
             if (
                 isinstance(held, torch.Tensor)
                 and path.startswith(self._states)
-                and isinstance(entries.get(path), Scalar)
+                and path in entries
+                and entries[path].is_value
             ):
                 gone.append(path)
         away = set(gone)

@@ -9,7 +9,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from snapshot.events import warn
-from snapshot.manifest.containers import DictEntry
 from snapshot.manifest.paths import decode_key, encode_component
 from snapshot.state.flatten import MISSING, collect_leaves
 from snapshot.state.foreign_parts import read_state
@@ -174,7 +173,7 @@ class StateDictAdapter(RestoreAdapter):
     """A `StateDict`: its own keys are set one by one, with the saved values."""
 
     def find_mismatches(self, entries: Mapping[str, Any]) -> list[str]:
-        if isinstance(entries.get(self.key), DictEntry):
+        if find_names_beneath(self.key, entries) is not None:
             return []
         return [f"{self.key}: the snapshot holds no dictionary under this key"]
 
@@ -186,7 +185,7 @@ class StateDictAdapter(RestoreAdapter):
 
     def find_kept(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         top = entries.get(self.key)
-        saved = set(map(decode_key, top.keys)) if isinstance(top, DictEntry) else set()
+        saved = set(map(decode_key, top.keys)) if top is not None and top.is_keyed else set()
         return {f"{self.key}/{encode_component(str(key))}": key for key in self.state if key not in saved}
 
     def drop_keys(self, keys: Iterable[Any]) -> None:
@@ -233,4 +232,4 @@ class ModuleAdapter(RestoreAdapter):
 def find_names_beneath(key: str, entries: Mapping[str, Any]) -> list[str] | None:
     """Return the paths of a state dict's first level; None if the state is not a dict."""
     top = entries.get(key)
-    return [f"{key}/{name}" for name in top.components()] if isinstance(top, DictEntry) else None
+    return None if top is None or not top.is_keyed else [f"{key}/{name}" for name in top.components()]

@@ -25,7 +25,6 @@ from snapshot.loading.left_out import stored_in
 from snapshot.loading.open import Opened, expect_files, open_checkpoint
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
-from snapshot.manifest.containers import Container, DictEntry
 from snapshot.manifest.document import Document, check_tensor, find_locations
 from snapshot.manifest.entries import is_leaf
 from snapshot.manifest.paths import add_parents
@@ -59,7 +58,7 @@ def chosen_of_ranks(
         while rest:
             path = rest.pop()
             entry = seen[path]
-            for name in entry.components() if isinstance(entry, Container) else ():
+            for name in entry.components():
                 below = f"{path}/{name}"
                 if below not in seen and below in union:
                     seen[below] = union[below]
@@ -115,10 +114,10 @@ def _rename_paths(entries: dict[str, Any], change: Callable[[str], str]) -> dict
     held = Counter(path.rpartition("/")[0] for path in made)
     for path, entry in made.items():
         above = path.rpartition("/")[0]
-        if above and not isinstance(made[above], Container):
+        if above and not made[above].is_container:
             raise RestoreError(f"{path}: rename moves it below {above}, which is not a container", [path])
-        whole = isinstance(entry, Container) and all(f"{path}/{name}" in made for name in entry.components())
-        if isinstance(entry, Container) and not (whole and held[path] == entry.width):
+        whole = all(f"{path}/{name}" in made for name in entry.components())
+        if entry.is_container and not (whole and held[path] == entry.width):
             raise RestoreError(f"{path}: rename must not add or remove elements of a sequence", [path])
     return made
 
@@ -131,9 +130,9 @@ def _with_containers(entries: Mapping[str, Any], leaves: set[str]) -> dict[str, 
         if path not in needed:
             continue
         kept[path] = entry
-        if isinstance(entry, Container) and entry.width:
+        if entry.width:
             gone = [f"{path}/{name}" not in needed for name in entry.components()]
-            if any(gone) and not isinstance(entry, DictEntry):
+            if any(gone) and not entry.is_keyed:
                 raise RestoreError(f"{path}: a sequence can only be selected whole or not at all", [path])
             kept[path] = entry.without_children(gone)
     return kept
@@ -184,12 +183,7 @@ def seen_by_rank(document: Document, select: Sequence[str], exclude: Sequence[st
 def expect_sound(entries: Mapping[str, Any], document: Document) -> None:
     """Raise for invalid tensor entries, before their bytes are copied part by part."""
     for path, entry in entries.items():
-        held: Any = [entry] if isinstance(entry, e.TENSORS) else []
-        if isinstance(entry, e.NDArrayEntry):
-            held = [entry.data]
-        elif isinstance(entry, e.TensorPartsEntry):
-            held = entry.parts.values()
-        for tensor in held:
+        for _, tensor in entry.tensors():
             check_tensor(path, tensor, document.files)
 
 
@@ -231,21 +225,9 @@ class Objects:
         )
 
 
-def is_leaf_value(entry: Entry) -> bool:
-    """Return True if an entry is neither a container nor a tensor."""
-    return not isinstance(entry, (Container, *e.TENSORS))
-
-
 def is_foreign_object(document: Document, entry: Entry) -> bool:
     """Return True if an entry is an object from another library, which may hold plain values."""
-    return isinstance(entry, e.ObjectEntry) and isinstance(document, ForeignDocument)
-
-
-def places_of(entry: e.AnyTensor) -> list[tuple[Any, ...]]:
-    """Return the stored location and form of each box. It is equal for two entries of the same stored values."""
-    if isinstance(entry, e.MappedTensorEntry):
-        return [(part.grid, *places_of(part.entry)) for part in entry.parts]
-    return [(box, each.location, each.byte_range, each.extra, each.serializer) for box, each in entry.pieces()]
+    return entry.is_object and isinstance(document, ForeignDocument)
 
 
 def clean_extra(entry: e.AnyTensor) -> e.Extra | None:

@@ -18,23 +18,19 @@ from snapshot.loading.open import Opened
 from snapshot.loading.read_object import expand_objects, expand_trees, is_tree
 from snapshot.loading.read_requests import is_packed, place_of
 from snapshot.manifest import entries as e
-from snapshot.manifest.containers import Container, DictEntry
 from snapshot.manifest.document import OWN_FORMATS, Document
 from snapshot.manifest.entries import is_leaf
 from snapshot.manifest.rank_view import MOST_RANKS, is_rank
-from snapshot.manifest.values import Entry, Scalar
+from snapshot.manifest.values import LONGEST_SUMMARY, Scalar
 from snapshot.plan.names import Rename, expect_globs, find_unmatched, matcher
 from snapshot.reports import Change, Diff
 from snapshot.state.stateful import RestoreAdapter
 from snapshot.tensors.memory import ITEMSIZE
-from snapshot.text import counted
 from snapshot.transform.call import change_of, clean_extra, expect_same_plan, open_sources
 from snapshot.transform.diff_bytes import Numbers, Pair, are_comparable, as_bytes, compare_pairs
 
 # Comparison of two entries: the differences in the manifests, and the tensors that must be read.
 
-LONGEST = 60
-"""The maximum number of characters of a value that are shown."""
 NO_NUMBERS = "no numbers for this kind"
 """The message if the size of a difference was requested but is undefined."""
 
@@ -56,25 +52,6 @@ class EntryDifference:
         self.details.append(detail)
 
 
-def kind_of(entry: Entry) -> str:
-    """Return the readable type of an entry. All tensors are `Tensor`, however they are split."""
-    if isinstance(entry, e.TENSORS):
-        return "Tensor"
-    return entry.kind if isinstance(entry, e.TensorPartsEntry) else entry.type
-
-
-def value_text(entry: Entry) -> str:
-    """Return a short description of an entry."""
-    if isinstance(entry, Scalar):
-        text = entry.readable or entry.serialized_value
-        return f"{kind_of(entry)} {text[:LONGEST]}{'...' if len(text) > LONGEST else ''}"
-    if isinstance(entry, (*e.TENSORS, e.NDArrayEntry)):
-        return f"{entry.dtype}{list(entry.shape)}"
-    if isinstance(entry, e.ObjectEntry):
-        return f"{entry.obj_type}, {counted(entry.nbytes, 'byte')}"
-    return kind_of(entry)
-
-
 def compare_entries(
     path: str, a: Any, b: Any, values: bool, *, same_format: bool
 ) -> tuple[EntryDifference, list[Pair]]:
@@ -83,14 +60,14 @@ def compare_entries(
     pairs: list[Pair] = []
     if type(a) is type(b) is e.TensorEntry and a.digest is not None and not values and _has_same_bytes(a, b):
         return found, pairs  # most entries, in a few steps
-    if kind_of(a) != kind_of(b):
-        found.add("kind", f"{value_text(a)} -> {value_text(b)}")
-    elif isinstance(a, Container):
+    if a.kind != b.kind:
+        found.add("kind", f"{a.summarise()} -> {b.summarise()}")
+    elif a.is_container:
         _compare_containers(found, a, b, same_format)
-    elif isinstance(a, Scalar):
+    elif a.is_value:
         if a.identity != b.identity:
             found.add("value", _compare_kinds(a, b))
-    elif isinstance(a, e.TENSORS):
+    elif a.is_tensor:
         _compare_tensors(found, pairs, path, a, b=b, values=values)
     elif isinstance(a, e.NDArrayEntry):
         _compare_arrays(found, pairs, path, a, b=b, values=values)
@@ -112,21 +89,22 @@ def _compare_kinds(a: Scalar, b: Scalar) -> str:
     here, there = (each.readable or each.serialized_value for each in (a, b))
     if here == there:  # equal readable forms, but different stored values
         here, there = (each.serialized_value for each in (a, b))
-    if max(len(here), len(there)) <= LONGEST:
-        return f"{kind_of(a)} {here} -> {kind_of(b)} {there}"
+    if max(len(here), len(there)) <= LONGEST_SUMMARY:
+        return f"{a.kind} {here} -> {b.kind} {there}"
     alike = (x == y for x, y in zip(here, there, strict=False))
     first = next((i for i, same in enumerate(alike) if not same), min(len(here), len(there)))
-    begin = max(0, first - LONGEST // 3)
+    begin = max(0, first - LONGEST_SUMMARY // 3)
     texts = []
     for text in (here, there):
-        cut = text[begin : begin + LONGEST]
-        texts.append(f"{'...' * (begin > 0)}{cut}{'...' * (begin + LONGEST < len(text))} ({len(text):,} characters)")
-    return f"{kind_of(a)} {texts[0]} -> {texts[1]}, from character {first:,} on"
+        end = begin + LONGEST_SUMMARY
+        cut = f"{'...' * (begin > 0)}{text[begin:end]}{'...' * (end < len(text))}"
+        texts.append(f"{cut} ({len(text):,} characters)")
+    return f"{a.kind} {texts[0]} -> {texts[1]}, from character {first:,} on"
 
 
-def _compare_containers(found: EntryDifference, a: Container, b: Container, same_format: bool) -> None:
+def _compare_containers(found: EntryDifference, a: Any, b: Any, same_format: bool) -> None:
     """Compare the properties of containers that their children do not show: order, length, key types and settings."""
-    if isinstance(a, DictEntry) and isinstance(b, DictEntry):
+    if a.is_keyed and b.is_keyed:
         here, there = (dict(zip(each.components(), each.keys, strict=True)) for each in (a, b))
         both = [name for name in here if name in there]
         if any(here[name] != there[name] for name in both):
@@ -146,7 +124,7 @@ def _compare_containers(found: EntryDifference, a: Container, b: Container, same
 def _compare_tensors(found: EntryDifference, pairs: list[Pair], path: str, a: Any, *, b: Any, values: bool) -> None:
     if (a.dtype, tuple(a.shape)) != (b.dtype, tuple(b.shape)):
         found.what += [name for name in ("dtype", "shape") if getattr(a, name) != getattr(b, name)]
-        found.details.append(f"{value_text(a)} -> {value_text(b)}")
+        found.details.append(f"{a.summarise()} -> {b.summarise()}")
     here, there = (clean_extra(each) or e.PLAIN for each in (a, b))
     for name in ("stride_order", "subclass", "requires_grad"):
         before, after = getattr(here, name), getattr(there, name)
@@ -248,7 +226,7 @@ def _compare_params(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
 
 def _shorten(value: Any) -> str:
     text = str(float.fromhex(value)) if isinstance(value, str) and value.lstrip("-").startswith("0x") else str(value)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    return text if len(text) <= LONGEST_SUMMARY else f"{text[:LONGEST_SUMMARY]}..."
 
 
 def _compare_objects(found: EntryDifference, pairs: list[Pair], path: str, a: e.ObjectEntry, b: e.ObjectEntry) -> None:
@@ -257,7 +235,7 @@ def _compare_objects(found: EntryDifference, pairs: list[Pair], path: str, a: e.
     if a.nbytes != b.nbytes or is_refused(a) or is_refused(b):
         found.add(
             "bytes",
-            f"{value_text(a)} -> {value_text(b)}" if a.nbytes != b.nbytes else "cannot be read without a pickle",
+            f"{a.summarise()} -> {b.summarise()}" if a.nbytes != b.nbytes else "cannot be read without a pickle",
         )
     elif a.digest is not None and b.digest is not None:
         if a.digest != b.digest:
@@ -266,15 +244,15 @@ def _compare_objects(found: EntryDifference, pairs: list[Pair], path: str, a: e.
         pairs.append(Pair(path, as_bytes(a), as_bytes(b), "uint8"))
 
 
-def content_of(entry: Entry) -> Any:
+def content_of(entry: Any) -> Any:
     """Return a key of an entry's bytes, or None if it has no bytes or no digests."""
-    if isinstance(entry, e.TENSORS):
+    if entry.is_tensor:
         held = _digests_of(entry)
         return ("Tensor", entry.dtype, tuple(entry.shape), repr(clean_extra(entry)), _freeze(held)) if held else None
     if isinstance(entry, e.NDArrayEntry):
         held = _digests_of(entry.data)
         return ("ndarray", str(entry.dtype), tuple(entry.shape), entry.order, _freeze(held)) if held else None
-    if isinstance(entry, e.ObjectEntry) and entry.digest is not None and entry.nbytes:
+    if entry.is_object and entry.digest is not None and entry.nbytes:
         return "object", entry.serializer, entry.obj_type, entry.nbytes, entry.digest
     return None
 
@@ -306,7 +284,7 @@ class DiffNames:
             number, _, logical = path.partition("/")
             if not is_rank(number, document.world_size):
                 raise CorruptSnapshotError(f"{path[:200]!r} must belong to one of {document.world_size} ranks")
-            if isinstance(entry, e.ShardedTensorEntry):
+            if entry.is_sharded:
                 sharded[logical].append(number)
                 continue
             shared = document.world_size == 1 or entry.replicated
@@ -325,7 +303,7 @@ class DiffNames:
         for name, form in self.forms.items():
             new = change(name).strip("/")
             if not new:
-                if not all(isinstance(entry, Container) for entry in form.values()):
+                if not all(entry.is_container for entry in form.values()):
                     raise RestoreError(
                         f"rename must not give {name!r} an empty name; only a container may have one", [name]
                     )
@@ -343,13 +321,9 @@ class DiffNames:
         groups: dict[Any, list[tuple[str, Rank]]] = {}
         for name, form in self.forms.items():
             for rank, entry in form.items():
-                stored = entry
-                if type(entry) is not e.TensorEntry:
-                    if not isinstance(entry, e.TENSORS) or not (pieces := entry.pieces()):
-                        continue
-                    stored = pieces[0][1]
-                if not entry.nbytes:
+                if not entry.is_tensor or not entry.nbytes:
                     continue
+                stored = entry.stored()[0]
                 place = *place_of(stored), stored.byte_range[1], entry.dtype, entry.shape
                 each = name, rank
                 first = firsts.setdefault(place, each)
@@ -446,9 +420,8 @@ def _ranks(here: Mapping[Rank, Any], there: Mapping[Rank, Any], world: int) -> l
     shared = [None in each for each in (here, there)]
     if here and there and shared[0] != shared[1]:
         held = (here if shared[0] else there)[None]
-        sharded = isinstance(held, e.ShardedTensorEntry)
         most = min(world, MOST_RANKS)
-        own.update(rank for rank in range(most) if not sharded or held.is_held_by(rank))
+        own.update(rank for rank in range(most) if not held.is_sharded or held.is_held_by(rank))
     return [*[None] * (all(shared) or (any(shared) and not (here and there))), *sorted(own)]
 
 
@@ -511,9 +484,9 @@ def _find_renamed(removed: dict[str, Any], added: dict[str, Any]) -> list[Change
             gone.add(before[0])
             come.add(after[0])
     changes += [
-        Change("removed", path, detail=value_text(entry)) for path, entry in removed.items() if path not in gone
+        Change("removed", path, detail=entry.summarise()) for path, entry in removed.items() if path not in gone
     ]
-    changes += [Change("added", path, detail=value_text(entry)) for path, entry in added.items() if path not in come]
+    changes += [Change("added", path, detail=entry.summarise()) for path, entry in added.items() if path not in come]
     return changes
 
 

@@ -21,9 +21,7 @@ from snapshot.io.budget import MemoryBudget
 from snapshot.io.session import Session
 from snapshot.loading.open import Opened
 from snapshot.manifest import entries as e
-from snapshot.manifest.containers import Container
 from snapshot.manifest.paths import decode_component
-from snapshot.manifest.values import Entry
 from snapshot.plan.layout import Extent, FilePlan
 from snapshot.progress import Meter
 from snapshot.reports import ConvertReport
@@ -39,8 +37,6 @@ from snapshot.transform.call import (
     clean_extra,
     digest_plan,
     expect_sound,
-    is_leaf_value,
-    places_of,
     seen_by_rank,
 )
 from snapshot.transform.sources import CheckpointSource, LeafReads, expect_room
@@ -58,7 +54,7 @@ def name_tensors(entries: Mapping[str, Any], paths: Iterable[str]) -> dict[str, 
 
     Raise RestoreError if two paths would get one name.
     """
-    tops = {path.partition("/")[0] for path, entry in entries.items() if not isinstance(entry, Container)}
+    tops = {path.partition("/")[0] for path, entry in entries.items() if not entry.is_container}
     one = len(tops) == 1 and all(path.count("/") for path in entries if path not in tops)
     names: dict[str, str] = {}
     owners: dict[str, str] = {}
@@ -167,7 +163,7 @@ class ArchiveLeaves:
     def stand_in(self, path: str, entry: e.AnyTensor, plain: str | None = None) -> torch_save.AbsentTensor:
         """Return the placeholder of a tensor, the same for equal places. `plain`: the dtype of a contiguous one."""
         extra = clean_extra(entry) or e.PLAIN if plain is None else e.PLAIN
-        key = repr(places_of(entry))
+        key = repr(entry.places())
         dtype, shape, order = plain or self._cast_dtype(entry.dtype), tuple(entry.shape), extra.stride_order
         tied = f"{key} {dtype} {shape} {extra}" if math.prod(shape) else path
         known = self._seen.get(tied)
@@ -244,26 +240,21 @@ class Export:
 
     def named_tensors(self, plan: ExportPlan) -> Iterator[tuple[str, str, e.AnyTensor, str]]:
         """Yield name, path, entry and new dtype of each tensor, for a format that has only tensors."""
-        names = name_tensors(
-            self.entries, (path for path, entry in self.entries.items() if isinstance(entry, e.TENSORS))
-        )
+        names = name_tensors(self.entries, (path for path, entry in self.entries.items() if entry.is_tensor))
         for path, entry in self.entries.items():
-            if isinstance(entry, e.TENSORS):
+            if entry.is_tensor:
                 plan.changed += target.tensor_changes(path, entry)
                 yield names[path], path, entry, self.choice.cast_dtype(entry.dtype)
-            elif isinstance(entry, (e.TensorPartsEntry, e.NDArrayEntry)) or self._is_odd(entry):
+            elif e.is_leaf(entry):
                 plan.left_out.append(f"{path}: {with_article(entry.type)}")
         plan.changed += target.memory_changes(self.entries, lambda *_: False)
-
-    def _is_odd(self, entry: Entry) -> bool:
-        return not isinstance(entry, Container) or entry.width == 0
 
     # torch.save
 
     def changes_in_torch(self) -> Iterator[str]:
         for path, entry in self.entries.items():
             yield from target.array_changes(path, entry)
-            if isinstance(entry, e.TENSORS):
+            if entry.is_tensor:
                 yield from target.tensor_changes(path, entry, KEPT_BY_TORCH)
         yield from target.memory_changes(self.entries, lambda *_: True)
 
@@ -293,8 +284,10 @@ class Export:
 
     def state(self, tensor: Callable[[str, Any], Any]) -> Any:
         """Return the nested state, with placeholders for its tensors."""
-        values = self.objects.read({path: entry for path, entry in self.entries.items() if is_leaf_value(entry)})
-        values |= {path: tensor(path, entry) for path, entry in self.entries.items() if isinstance(entry, e.TENSORS)}
+        values = self.objects.read(
+            {path: entry for path, entry in self.entries.items() if not (entry.is_container or entry.is_tensor)}
+        )
+        values |= {path: tensor(path, entry) for path, entry in self.entries.items() if entry.is_tensor}
         bare = find_root(self._document) is None and self._document.format == "torch.save"
         if bare and self.entries.keys() == {VALUE}:
             return values[VALUE]  # it was saved without a dict around it
@@ -363,7 +356,7 @@ class Export:
         writer = Writer(target.storage, source, target.budget, meter.wrote, wanted_part=target.settings.part_bytes)
         await outputs.write(writer, files, plan.last)
         tensors = [
-            leaf for leaf, origin in zip(plan.leaves, plan.origins, strict=True) if isinstance(origin, e.TENSORS)
+            leaf for leaf, origin in zip(plan.leaves, plan.origins, strict=True) if isinstance(origin, e.AnyTensor)
         ]
         names = (*outputs.names, *(name for name, _ in plan.last()))
         nbytes = sum(leaf.nbytes for leaf in tensors)

@@ -29,7 +29,7 @@ from snapshot.tensors import composite, geometry
 from snapshot.tensors.geometry import Box, Shape, whole_box
 from snapshot.tensors.memory import BY_NAME
 from snapshot.text import listed
-from snapshot.transform.call import expect_sound, places_of, seen_by_rank
+from snapshot.transform.call import expect_sound, seen_by_rank
 from snapshot.transform.export import name_tensors
 from snapshot.transform.target import Selection
 
@@ -229,7 +229,7 @@ class Loading:
         self._device = device
         entries = seen_by_rank(document, choice.select, choice.exclude, choice.rename).entries
         expect_sound(entries, document)
-        wanted = [path for path, entry in entries.items() if isinstance(entry, e.TENSORS)]
+        wanted = [path for path, entry in entries.items() if entry.is_tensor]
         pickled = [path for path, entry in entries.items() if choice.allow_pickle and is_refused(entry)]
         self._names = name_tensors(entries, [*wanted, *pickled])
         self._tensors: dict[str, Any] = {path: entries[path] for path in wanted}
@@ -293,7 +293,7 @@ def _key_of(entry: e.AnyTensor) -> Any:
     """Return a key that is equal for two entries of the same stored elements."""
     if type(entry) is e.TensorEntry and entry.extra is None:
         return entry.location, entry.byte_range, entry.serializer, entry.dtype, tuple(entry.shape)
-    return repr((places_of(entry), entry.dtype, entry.shape))
+    return repr((entry.places(), entry.dtype, entry.shape))
 
 
 def load_tensors(

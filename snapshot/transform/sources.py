@@ -34,7 +34,7 @@ from snapshot.loading.read_plan import MOST_TIMES, ROOM, ReadPlan
 from snapshot.loading.read_requests import copy_into, is_packed, is_spread
 from snapshot.loading.reader import Reader, raise_faults
 from snapshot.manifest.document import Document
-from snapshot.manifest.entries import PLAIN, TENSORS, AnyTensor, MappedTensorEntry, TensorEntry
+from snapshot.manifest.entries import PLAIN, AnyTensor, MappedTensorEntry, TensorEntry
 from snapshot.manifest.parts import ManifestPart
 from snapshot.plan.layout import Extent, FilePart, FilePlan
 from snapshot.progress import unmetered
@@ -308,7 +308,7 @@ def expect_room(document: Document, leaves: Sequence[Leaf], origins: Sequence[An
     stored = sum(file.size for file in document.files.values())
     most, total = ROOM + MOST_TIMES * stored, 0
     for leaf, origin in zip(leaves, origins, strict=True):
-        if isinstance(origin, TENSORS):
+        if isinstance(origin, AnyTensor):
             total += math.prod(origin.shape) * ITEMSIZE[origin.dtype]
             if total > most:
                 raise CorruptSnapshotError(
@@ -319,9 +319,7 @@ def expect_room(document: Document, leaves: Sequence[Leaf], origins: Sequence[An
 
 def reads_ranges(entry: AnyTensor) -> bool:
     """Return True if any range of a tensor can be read alone, so that several ranks can share it."""
-    if isinstance(entry, MappedTensorEntry):
-        return False
-    return not any(is_streamed(stored) or is_packed(stored) for _, stored in entry.pieces())
+    return not (entry.is_mapped or any(is_streamed(stored) or is_packed(stored) for stored in entry.stored()))
 
 
 @dataclass(frozen=True)
@@ -420,7 +418,7 @@ class CheckpointSource(PartSource):
             back = [order.index(axis) for axis in range(len(order))]
             target = target.permute(back)
             there = Box(tuple(box.offsets[axis] for axis in back), tuple(box.sizes[axis] for axis in back))
-            if isinstance(entry, MappedTensorEntry) and self._needs_sources(entry):
+            if self._needs_sources(entry):
                 copies += await self._copies_from_sources(entry, there, target, used)
             elif pieced:
                 copies += await self._copies_from_pieces(index, entry, there, target, used)
@@ -478,18 +476,18 @@ class CheckpointSource(PartSource):
                 self._left[index] = math.prod(self.leaves[index].shape)
             return self._held[index]
 
-    def _needs_sources(self, entry: AnyTensor) -> bool:
+    def _needs_sources(self, entry: Any) -> bool:
         """Return True for one of several mapped tensors whose parts are scattered over the same stored tensor."""
         if not isinstance(entry, MappedTensorEntry):
             return False
         if id(entry) not in self._by_source:
-            sources = {id(part.entry): math.prod(part.entry.shape) for part in entry.parts}
+            sources = {id(source): math.prod(source.shape) for source in entry.sources()}
             larger = sum(sources.values()) > 2 * math.prod(entry.shape)
             self._by_source[id(entry)] = larger and is_spread(entry)
         return self._by_source[id(entry)]
 
     async def _copies_from_sources(
-        self, entry: MappedTensorEntry, box: Box, target: torch.Tensor, used: Used
+        self, entry: Any, box: Box, target: torch.Tensor, used: Used
     ) -> list[Callable[[], object]]:
         """Return the copies that fill a box of a mapped tensor from stored tensors that are read once as a whole."""
         copies: list[Callable[[], object]] = []
@@ -512,7 +510,7 @@ class CheckpointSource(PartSource):
                 self._left[key] = sum(
                     part.grid.numel
                     for origin in self._origins
-                    if isinstance(origin, MappedTensorEntry) and self._needs_sources(origin)
+                    if self._needs_sources(origin)
                     for part in origin.parts
                     if part.entry is entry
                 )
@@ -543,9 +541,9 @@ class CheckpointSource(PartSource):
                 f"set TMPDIR to a larger folder: {error}"
             ) from error
 
-    async def _is_scattered(self, index: int, entry: AnyTensor) -> bool:
+    async def _is_scattered(self, index: int, entry: Any) -> bool:
         """Return True if a part of a long tensor, in write order, is scattered over its stored bytes."""
-        if isinstance(entry, MappedTensorEntry):
+        if entry.is_mapped:
             return is_spread(entry)
         pieces = [stored for _, stored in entry.pieces()]
         if sum(stored.nbytes for stored in pieces) <= BLOCK:
@@ -583,9 +581,9 @@ class CheckpointSource(PartSource):
 
 def _is_pieced(entry: Any) -> bool:
     """Return True for a long tensor of several pieces that can each be read only from the first byte on."""
-    if not isinstance(entry, TENSORS) or isinstance(entry, (TensorEntry, MappedTensorEntry)):
+    if not isinstance(entry, AnyTensor) or entry.boxes is None:
         return False
-    pieces = [stored for _, stored in entry.pieces()]
+    pieces = entry.stored()
     return len(pieces) > 1 and sum(each.nbytes for each in pieces) > BLOCK and any(map(is_streamed, pieces))
 
 

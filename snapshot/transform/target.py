@@ -56,7 +56,6 @@ from snapshot.transform.call import (
     expect_something,
     expect_sound,
     is_foreign_object,
-    places_of,
 )
 from snapshot.transform.sources import CheckpointSource, LeafReads, expect_room, reads_ranges
 
@@ -242,10 +241,10 @@ def memory_changes(entries: Mapping[str, Any], is_kept: Callable[[str, str], boo
     firsts: dict[Any, str] = {}
     groups: dict[Any, list[str]] = {}
     for path, entry in entries.items():
-        if isinstance(entry, e.MappedTensorEntry):
-            continue  # it never shared memory
-        if isinstance(entry, e.TENSORS) and 0 not in entry.shape and (pieces := entry.pieces()):
-            place = pieces[0][1].location, pieces[0][1].byte_range
+        if not entry.is_tensor or entry.is_mapped:  # a mapped tensor never shared memory
+            continue
+        if 0 not in entry.shape and (stored := entry.stored()):
+            place = stored[0].location, stored[0].byte_range
             first = firsts.setdefault(place, path)
             if first != path:
                 groups.setdefault(place, [first]).append(path)
@@ -260,7 +259,7 @@ def _view_of(path: str, entry: e.AnyTensor) -> tuple[int, int, str, str]:
     extra = first.extra or e.PLAIN
     begin, count = extra.storage_offset or 0, math.prod(first.shape)
     dense = measure_span(first.shape, extra.strides or contiguous_strides(first.shape)) == count
-    view = repr((places_of(entry), entry.dtype, entry.shape, clean_extra(entry)))
+    view = repr((entry.places(), entry.dtype, entry.shape, clean_extra(entry)))
     return begin, begin + count if dense else begin, path, view
 
 
@@ -436,24 +435,15 @@ class Recording:
         self.uncast: list[str] = []
         """Entries that keep their dtype although another one was requested."""
 
-    def add(self, path: str, entry: Entry) -> None:
+    def add(self, path: str, entry: Any) -> None:
         """Record an entry under its path in the manifest. Objects are recorded together."""
         if entry.replicated:
             self.replicated.add(path)
-        if isinstance(entry, e.TENSORS):
+        if entry.is_tensor:
             self._tensor(path, entry)
-        elif isinstance(entry, e.NDArrayEntry):
-            self.flat.entries[path] = None
-            self._part(path, entry.data, lambda stored: msgspec.structs.replace(entry, data=stored))
-        elif isinstance(entry, e.TensorPartsEntry):
-            made = msgspec.structs.replace(entry, parts={})
-            self.tensors += 1
-            if self._choice.dtype is not None:
-                self.uncast.append(f"{path}: {with_article(entry.kind)} tensor keeps its dtype")
-            self.flat.entries[path] = made
-            for name, part in entry.parts.items():
-                self._named(path, name, part, made)
-        elif not isinstance(entry, e.ObjectEntry):
+        elif held := entry.tensors():
+            self._parts(path, entry, held)
+        elif not entry.is_object:
             self.flat.entries[path] = self._cast_record(entry)
 
     def _cast_record(self, entry: Entry) -> Any:
@@ -464,39 +454,41 @@ class Recording:
         dtypes = tuple(map(self._choice.cast_dtype, record.dtypes))
         return msgspec.structs.replace(entry, optimizer=msgspec.structs.replace(record, dtypes=dtypes))
 
-    def _tensor(self, path: str, entry: e.AnyTensor) -> None:
+    def _tensor(self, path: str, entry: Any) -> None:
         self.tensors += 1
         self.flat.entries[path] = None
         extra = clean_extra(entry)
         dtype = self._choice.cast_dtype(entry.dtype)
         if math.prod(entry.shape):
-            key = repr((places_of(entry), entry.dtype, entry.shape, extra, type(entry)))
+            key = repr((entry.places(), entry.dtype, entry.shape, extra, type(entry)))
             if (owner := self._seen.setdefault(key, path)) != path:
                 self.flat.ties[path] = owner
                 return
         wrap = None
-        if isinstance(entry, e.ShardedTensorEntry) and self._document.world_size > 1:
+        if entry.is_sharded and self._document.world_size > 1:
             entries = self.flat.entries  # not `self`, which holds the leaf: no reference cycle
 
             def wrap(path: str, stored: e.AnyTensor) -> None:
-                shards = [e.Shard(box.offsets, box.sizes, tensor) for box, tensor in stored.pieces()]
-                entries[path] = msgspec.structs.replace(entry, dtype=dtype, shards=shards)
+                boxes = [e.Shard(box.offsets, box.sizes, tensor) for box, tensor in stored.pieces()]
+                entries[path] = msgspec.structs.replace(entry.with_boxes(boxes), dtype=dtype)
 
         self._leaf(path, entry, dtype, extra, wrap, splits=self._splits(entry))
 
-    def _part(self, path: str, stored: e.AnyTensor, made: Any) -> None:
-        entries = self.flat.entries
+    def _parts(self, path: str, entry: Any, held: Sequence[tuple[str, e.AnyTensor]]) -> None:
+        """Record an entry of tensors that keep their dtypes."""
+        if not isinstance(entry, e.NDArrayEntry):
+            self.tensors += 1
+            if self._choice.dtype is not None:
+                self.uncast.append(f"{path}: {with_article(entry.kind)} tensor keeps its dtype")
+        entries, written = self.flat.entries, dict[str, Any]()
+        entries[path] = None
+        for suffix, tensor in held:
 
-        def wrap(path: str, written: Any) -> None:
-            entries[path] = made(written)
+            def wrap(_: str, stored: Any, suffix: str = suffix) -> None:
+                written[suffix] = stored
+                entries[path] = entry.with_tensors(written)
 
-        self._leaf(path, stored, stored.dtype, None, wrap)
-
-    def _named(self, path: str, name: str, part: e.AnyTensor, made: e.TensorPartsEntry) -> None:
-        def wrap(_: str, written: Any) -> None:
-            made.parts[name] = written
-
-        self._leaf(f"{path}%[{name}]", part, part.dtype, clean_extra(part), wrap)
+            self._leaf(path + suffix, tensor, tensor.dtype, clean_extra(tensor), wrap)
 
     def _leaf(
         self, path: str, entry: e.AnyTensor, dtype: str, extra: e.Extra | None, wrap: Any, *, splits: bool = False
@@ -509,7 +501,7 @@ class Recording:
 
     def objects(self, entries: Mapping[str, Any]) -> None:
         """Record objects as plain values if possible, otherwise as bytes. All are read at once."""
-        chosen = {path: entry for path, entry in entries.items() if isinstance(entry, e.ObjectEntry)}
+        chosen = {path: entry for path, entry in entries.items() if entry.is_object}
         foreign = {path: entry for path, entry in chosen.items() if is_foreign_object(self._document, entry)}
         values = self._objects.read(foreign, all_or_none=False)
         for path, value in values.items():

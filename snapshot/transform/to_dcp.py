@@ -89,7 +89,7 @@ def _expect_supported(export: Export) -> None:
     narrow = [
         f"{path}: {entry.dtype}"
         for path, entry in export.entries.items()
-        if isinstance(entry, e.TENSORS) and _NARROW.fullmatch(entry.dtype)
+        if entry.is_tensor and _NARROW.fullmatch(entry.dtype)
     ]
     if narrow:
         raise UnsupportedFormatError(

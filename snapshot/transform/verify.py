@@ -29,7 +29,7 @@ from snapshot.io.session import Session, signer_of
 from snapshot.io.system import sync_file
 from snapshot.io.url import Location
 from snapshot.loading.archive_checksums import find_archives, find_faults
-from snapshot.loading.left_out import TABLE, Place, find_uncovered, requests_of, stored_of
+from snapshot.loading.left_out import TABLE, Place, find_uncovered, requests_of
 from snapshot.loading.open import Opened, derive_files, missing_files
 from snapshot.loading.read_requests import ReadRequest
 from snapshot.loading.reader import Reader
@@ -558,7 +558,7 @@ class Verification:
 def _count_in_base(document: Document) -> int:
     """Return the number of entries whose bytes, or a part of them, only the base has."""
     held = document.files.keys() - document.own_files.keys()
-    return sum(any(each.location in held for each in stored_of(entry)) for entry in document.manifest.values() if held)
+    return sum(any(each.location in held for each in entry.stored()) for entry in document.manifest.values() if held)
 
 
 def _held_by(missing: Mapping[str, str], manifest: Mapping[str, Any]) -> list[str]:
@@ -567,8 +567,8 @@ def _held_by(missing: Mapping[str, str], manifest: Mapping[str, Any]) -> list[st
         return []
     held: dict[str, list[str]] = {location: [] for location in missing}
     for path, entry in manifest.items():
-        files = {each.location for each in stored_of(entry)} | {
-            each.blocks[0] for each in stored_of(entry) if each.blocks is not None
+        files = {each.location for each in entry.stored()} | {
+            each.blocks[0] for each in entry.stored() if each.blocks is not None
         }
         for location in files & held.keys():
             held[location].append(path)

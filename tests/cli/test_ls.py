@@ -1,5 +1,6 @@
 """`snapshot ls`: what is in a snapshot, and which snapshots are in a folder."""
 
+import copy
 import json
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ from snapshot import Snapshot, StateDict, TakeOptions
 from snapshot.cli import main
 from snapshot.cli.listing import ListedItem, folded, heaviest, items
 from snapshot.cli.screen import cells
-from snapshot.manifest.entries import DTensorEntry, Mesh, Shard, TensorEntry
+from snapshot.manifest.entries import DTensorEntry, Mesh, NDArrayEntry, Shard, TensorEntry
 from snapshot.testing import recording
 from tests.helpers.versions import newer_adamw
 
@@ -168,6 +169,13 @@ def test_ls_items_describe_shards_and_replicas_of_ranks():
     assert [(fold.name, len(fold.items), fold.nbytes) for fold in folded(found)] == [
         ("a", 1, 16), ("b", 1, 32), ("{0..1}/c", 2, 32)
     ]  # fmt: skip
+
+
+def test_ls_items_count_the_bytes_of_an_array_with_two_names_once():
+    array = NDArrayEntry(tensor(), "<f4", (4,))
+    found = list(items({"0/a": array, "0/b": copy.copy(array), "0/c": tensor()}, 1))
+    assert [item.nbytes for item in found] == [16, 0, 0]
+    assert [item.value for item in found] == ["", "shares the bytes of a", "shares the bytes of a"]
 
 
 def test_ls_totals_count_bytes_by_the_first_parts_of_names():

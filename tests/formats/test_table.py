@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from snapshot import Snapshot, Target, load
-from snapshot.manifest.entries import TENSORS
 from tests.helpers.states import equal
 from tests.helpers.storage_calls import use
 from tests.plugins.snapshot_gguf.gguf_files import file_of
@@ -127,11 +126,7 @@ COLUMNS, ROWS = table()
 
 
 def tensors_of(path):
-    return {
-        name: entry
-        for name, entry in Snapshot(path).get_manifest().items()
-        if isinstance(entry, TENSORS) and entry.shape
-    }
+    return {name: entry for name, entry in Snapshot(path).get_manifest().items() if entry.is_tensor and entry.shape}
 
 
 def expect_tensors(found, expected):

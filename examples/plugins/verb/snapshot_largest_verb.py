@@ -4,7 +4,6 @@ import json
 
 from snapshot import Snapshot
 from snapshot.cli.arguments import add_json, add_storage, options_of
-from snapshot.manifest.entries import TENSORS
 
 DESCRIPTION = "Show the largest tensors of a checkpoint, of this library or of another one."
 EXAMPLES = [
@@ -22,7 +21,7 @@ def add(parser):
 
 def run(arguments):
     manifest = Snapshot(arguments.path, storage_options=options_of(arguments)).get_manifest()
-    sizes = {name: entry.nbytes for name, entry in manifest.items() if isinstance(entry, TENSORS)}
+    sizes = {name: entry.nbytes for name, entry in manifest.items() if entry.is_tensor}
     largest = sorted(sizes.items(), key=lambda each: (-each[1], each[0]))[: arguments.count]
     if arguments.json:
         print(json.dumps(dict(largest)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
@@ -210,7 +209,7 @@ class _Walk:
             child = self._entries.get(below)
             if type(child) is RecordEntry:
                 continue  # DCP does not flatten it
-            if isinstance(child, (*e.TENSORS, e.TensorPartsEntry, DictEntry)):
+            if child is not None and (child.is_tensor or isinstance(child, (e.TensorPartsEntry, DictEntry))):
                 return False
             if type(child) is ListEntry and not self._terminal(below, child):
                 return False
@@ -379,9 +378,9 @@ def _join_parts(
         if above and (parent := path.rpartition("/")[0]) and parent not in manifest:
             _open(parent, above, manifest)
         entry = found[head]
-        if isinstance(entry, e.ShardedTensorEntry):
+        if entry.is_sharded:
             entry = _simplify(entry, several=len(told) > 1)
-            if isinstance(entry, e.ShardedTensorEntry) and _missing(entry):
+            if not entry.is_whole():
                 made.partial[name], parts = taken_apart(path, entry)
                 manifest.update(parts)
                 continue
@@ -417,17 +416,12 @@ def _paths_below(found: Mapping[str, Any]) -> dict[str, list[str]]:
     return below
 
 
-def _missing(entry: e.ShardedTensorEntry) -> bool:
-    """Return True if no rank wrote some elements of the tensor."""
-    return sum(math.prod(shard.sizes) for shard in entry.shards) != math.prod(entry.shape)
-
-
 def _simplify(entry: e.ShardedTensorEntry, *, several: bool) -> Any:
     """Return the simplest equivalent entry for a tensor in one range, or with one rank only."""
     shards = entry.shards
     if len(shards) == 1 and shards[0].sizes == entry.shape:
         return shards[0].tensor
-    if not several and shards and not _missing(entry):
+    if not several and shards and entry.is_whole():
         return e.ChunkedTensorEntry(entry.dtype, entry.shape, sorted(shards, key=lambda shard: shard.offsets))
     return entry
 
@@ -442,4 +436,4 @@ def _describe(manifest: dict[str, Any], files: dict[str, FileEntry], metadata: m
 def _likeness(entry: Any) -> str:
     """Return the part of an entry that the structure's digest covers."""
     kind = type(entry).__name__
-    return f"{kind} {entry.dtype}{list(entry.shape)}" if isinstance(entry, e.TENSORS) else kind
+    return f"{kind} {entry.dtype}{list(entry.shape)}" if entry.is_tensor else kind

@@ -44,7 +44,6 @@ from snapshot.loading.open import Opened, add_layers, expect_files, open_checkpo
 from snapshot.loading.read_object import expand_trees
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
-from snapshot.manifest.containers import Container
 from snapshot.manifest.document import OWN_FORMATS, Document, check_tensor, check_tree, find_locations
 from snapshot.manifest.rank_view import make_rank_view, suggest_names
 from snapshot.progress import Meter
@@ -224,9 +223,10 @@ def _opened(url: URL, document: Document) -> _Opened:
                 tensors[name] = partial_entry(path, names.partial[name], entries)
             except KeyError as error:
                 raise CorruptSnapshotError(f"{url}: {path} lacks {error}") from error
-        elif isinstance(entries.get(path), e.TENSORS):
-            tensors[name] = entries[path]
-        elif path not in entries:
+        elif path in entries:
+            if entries[path].is_tensor:
+                tensors[name] = entries[path]
+        else:
             raise CorruptSnapshotError(f"{url}: the metadata map {name!r} to {path!r}, which is missing")
     return _Opened(url, document, entries, names, tensors)
 
@@ -312,12 +312,11 @@ class _Load:
         """Return the entry of an object, and those below it."""
         every, entry = self._opened.entries, self._opened.entries[path]
         found = {path: entry}
-        if isinstance(entry, Container):
-            for name in entry.components():
-                below = f"{path}/{name}"
-                if below not in every:
-                    raise CorruptSnapshotError(f"{self._opened.url}: {path} refers to {name}, which is missing")
-                found |= self._tree(below)
+        for name in entry.components():
+            below = f"{path}/{name}"
+            if below not in every:
+                raise CorruptSnapshotError(f"{self._opened.url}: {path} refers to {name}, which is missing")
+            found |= self._tree(below)
         return found
 
     # Objects
@@ -333,7 +332,7 @@ class _Load:
                 check_tree(path, tree)
                 Binding({}, {}, RestoreIssues(), exact=False).bind(tree)  # to the allowed classes
                 for below, entry in tree.items():
-                    if not isinstance(entry, Container):
+                    if not entry.is_container:
                         read_plan.new(below, entry)
         self.bytes_read += read_plan.execute(self._files, verify=self._verify, meter=self._meter).bytes_read
         return [(item, self._bytes(item, trees, read_plan.values)) for item in items]

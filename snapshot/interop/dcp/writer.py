@@ -39,7 +39,6 @@ from snapshot.io.session import Session
 from snapshot.io.storage import exists
 from snapshot.io.system import PerProcess, gc_paused
 from snapshot.io.url import URL
-from snapshot.manifest.containers import Container
 from snapshot.manifest.document import METADATA, merge
 from snapshot.manifest.paths import encode_component
 from snapshot.plan.layout import name_data_file
@@ -272,7 +271,7 @@ class _Round:
         for name in self._names:
             path = self._paths[name]
             found[encode_component(name)] = entry = made[path]
-            if isinstance(entry, Container) and entry.width:
+            if entry.width:
                 holders[path] = encode_component(name)
         for path in made if holders else ():
             above = path.rpartition("/")[0]
