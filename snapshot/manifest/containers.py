@@ -19,33 +19,7 @@ from snapshot.decoding import decode_json
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.manifest.paths import decode_key, find_tagged_keys, key_component
 from snapshot.manifest.plain_tree import PLAIN_TREE, decode_tree
-from snapshot.manifest.values import (
-    BoolEntry,
-    BytesEntry,
-    ComplexEntry,
-    DateEntry,
-    DatetimeEntry,
-    DecimalEntry,
-    DeviceEntry,
-    DtypeEntry,
-    Entry,
-    EnumEntry,
-    FloatEntry,
-    FractionEntry,
-    IntEntry,
-    NoneEntry,
-    PathEntry,
-    RangeEntry,
-    Scalar,
-    SizeEntry,
-    StrEntry,
-    TimedeltaEntry,
-    TimeEntry,
-    TimezoneEntry,
-    UUIDEntry,
-    ZoneInfoEntry,
-    check_class_name,
-)
+from snapshot.manifest.values import AnyValue, Entry, Scalar, check_class_name
 from snapshot.saved import SavedObject
 from snapshot.text import counted
 
@@ -333,29 +307,8 @@ PlainEntry = Union[  # noqa: UP007 - msgspec wants one union, and mypy one spell
     CounterEntry,
     SliceEntry,
     RecordEntry,
-    IntEntry,
-    StrEntry,
-    BoolEntry,
-    BytesEntry,
-    FloatEntry,
-    ComplexEntry,
-    NoneEntry,
-    DtypeEntry,
-    DeviceEntry,
-    SizeEntry,
-    DatetimeEntry,
-    DateEntry,
-    TimeEntry,
-    TimedeltaEntry,
-    TimezoneEntry,
-    ZoneInfoEntry,
-    PathEntry,
-    UUIDEntry,
-    DecimalEntry,
-    FractionEntry,
-    RangeEntry,
-    EnumEntry,
     OpaqueEntry,
+    AnyValue,
 ]
 """Entries that are stored in the manifest alone."""
 

@@ -16,7 +16,7 @@ from datetime import UTC, date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from enum import Enum, Flag
 from fractions import Fraction
-from typing import Any
+from typing import Any, Union
 
 import msgspec
 import torch
@@ -686,3 +686,29 @@ def make_typed_entry(value: Any) -> Typed | None:
 def make_plain_entry(value: Any) -> Scalar | None:
     """Return the entry of a value of any type that is stored in the manifest itself; None for other values."""
     return make_typed_entry(value) if type(value) in TYPED else make_scalar_entry(value)
+
+
+AnyValue = Union[  # noqa: UP007 - msgspec wants one union, and mypy one spelling of it
+    IntEntry,
+    StrEntry,
+    BoolEntry,
+    BytesEntry,
+    FloatEntry,
+    ComplexEntry,
+    NoneEntry,
+    DtypeEntry,
+    DeviceEntry,
+    SizeEntry,
+    DatetimeEntry,
+    DateEntry,
+    TimeEntry,
+    TimedeltaEntry,
+    TimezoneEntry,
+    ZoneInfoEntry,
+    PathEntry,
+    UUIDEntry,
+    DecimalEntry,
+    FractionEntry,
+    RangeEntry,
+    EnumEntry,
+]
