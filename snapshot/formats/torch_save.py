@@ -24,7 +24,7 @@ from snapshot.formats.zip_archive import MoreBytesNeeded, ZipArchive, open_archi
 from snapshot.io.storage import Storage
 from snapshot.manifest.containers import Container
 from snapshot.manifest.document import ForeignFile
-from snapshot.manifest.entries import ShardedTensorEntry, TensorEntry
+from snapshot.manifest.entries import TensorEntry
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE, contiguous_strides
 from snapshot.text import counted
 
