@@ -23,12 +23,15 @@ SUITES = [
     "cli/test_ls.py",
     "manager/test_manager.py",
 ]
-COPIES = "direct_io or reflink or copy or copies or CopiesByTheKernel or failed_sync or read_only or without_privileges"
+COPIES = (
+    "direct_io or reflink or copy or copies or CopiesByTheKernel or failed_fsync or read_only or without_privileges"
+)
 LACKING = {
     "darwin": COPIES,
-    "win32": f"{COPIES} or only_names or syncs_their_folder or given_up or arguments_that_make_no_sense",
+    "win32": f"{COPIES} or only_names or synced_by_a_commit or lock_that_is_never_released or write_aligned or "
+    "refuses_invalid_arguments",
 }
-"""Tests of what a platform lacks: O_DIRECT, copies by the kernel, and on Windows syncs of folders and some names."""
+"""Tests of what a platform lacks: O_DIRECT, copies by the kernel, and on Windows syncs of folders, locks, signals and some names."""
 
 
 def on(platform, *command):

@@ -197,7 +197,7 @@ def _lose_a_rank(root, verb):
             def die(*_, **__):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            Snapshot.take_with = Snapshot.async_take_with = Snapshot.restore_with = die
+            Snapshot.take = Snapshot.async_take = Snapshot.restore_with = die
         began = time.monotonic()
         try:
             if verb == "restore":
