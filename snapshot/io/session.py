@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Awaitable, Callable, Mapping
-from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from snapshot import events
@@ -100,6 +100,8 @@ class Session:
         self.storage = wrap(open_storage(url, options, self._context))
         """The storage of the URL. The files of a checkpoint are read through layers above it: see `Opened`."""
         self._kept: list[Storage | Session] = []
+        self._packed_memory: MemoryBudget | None = None
+        self._setting_aside = threading.Lock()
         self._share: HostShare | None = None
         """The reads that ranks of a host hand on."""
 
@@ -111,10 +113,13 @@ class Session:
         if name and self.seal is None and fcntl is not None and not self.storage.capabilities.local:
             self._share = HostShare(name, self.settings.timeout)
 
-    @cached_property
+    @property
     def packed_memory(self) -> MemoryBudget:
-        """The part of the budget for the stored bytes of compressed files that are read."""
-        return self.budget.set_aside(self.budget.total // 4)
+        """The part of the budget for the stored bytes of compressed files that are read. Any thread may ask first."""
+        with self._setting_aside:
+            if self._packed_memory is None:
+                self._packed_memory = self.budget.set_aside(self.budget.total // 4)
+            return self._packed_memory
 
     def open_beside(self, url: URL) -> Storage:
         """Open another storage for the same operation, such as the folder of a file. It is closed with the session."""

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from snapshot.manifest.containers import NAMESPACES, SubclassEntry
+from snapshot.manifest.containers import NAMESPACES, Compound, NamedTupleEntry, RecordEntry, SubclassEntry
 from snapshot.manifest.paths import encode_key
 from snapshot.saved import class_name
 from snapshot.state.sharded import Sharded
@@ -77,6 +77,24 @@ def _is_record(kind: type) -> bool:
 
 _OTHERWISE = ("__getnewargs__", "__getnewargs_ex__", "__snapshot_shards__", "__create_chunk_list__")
 """Methods of classes with their own pickling or sharding."""
+
+
+def take_apart(value: Any, *, within: bool) -> tuple[Compound, dict[str, Any]] | None:
+    """Return an entry without keys, and the attributes of a dataclass's instance, a namespace or a named tuple.
+
+    Return None for any other value, and for one that holds itself, which only a pickle can represent. `within`: it is a
+    part of a value that was looked at.
+    """
+    kind = type(value)
+    make, form = NAMESPACES.get(kind), find_form(kind)
+    if make is None and form not in (RECORD, NAMED):
+        return None
+    if (not within and holds_itself(value)) or (form is NAMED and not is_complete(value)):
+        return None
+    if make is not None:
+        return make([]), read_attributes(value)
+    made = NamedTupleEntry if form is NAMED else RecordEntry
+    return made([], obj_type=class_name(kind)), read_attributes(value)
 
 
 def find_components(value: Any) -> dict[str, Any] | None:

@@ -236,16 +236,8 @@ class Flattened(TensorLeaves):
             before = len(self.entries)
             _VISITORS.get(type(value.value), Flattened._add_value)(self, path, value.value, depth)
             self.once.update(islice(self.entries, before, None))
-        elif not self._classes or find_form(type(value)) is None:
-            self._add_known_object(path, value, depth)
-        elif find_form(type(value)) is compound.ENUM:
-            self._add_member(path, value)
-        elif not self._within and compound.holds_itself(value):
-            self._add_object(path, value)
-        elif find_form(type(value)) is compound.NAMED:
-            self._add_named_tuple(path, value, depth)
         else:
-            self._add_record(path, value, depth)
+            self._add_instance(path, value, depth)
 
     def _add_tree(self, path: str, value: Any) -> bool:
         """Store a list or a dict of many plain values as one object. Return False for any other one."""
@@ -377,25 +369,22 @@ class Flattened(TensorLeaves):
         else:
             self.entries[path] = entry
 
-    def _add_record(self, path: str, value: Any, depth: int) -> None:
-        self._add_parts(
-            path, value, RecordEntry([], obj_type=class_name(type(value))), compound.read_attributes(value), depth
-        )
-
-    def _add_named_tuple(self, path: str, value: Any, depth: int) -> None:
-        if compound.is_complete(value):
-            entry = NamedTupleEntry([], obj_type=class_name(type(value)))
-            self._add_parts(path, value, entry, compound.read_attributes(value), depth)
+    def _add_instance(self, path: str, value: Any, depth: int) -> None:
+        """Flatten an object with a class of its own: as its parts if these are all that it holds, or as one object."""
+        form = find_form(type(value)) if self._classes else None
+        parts = compound.take_apart(value, within=self._within) if self._classes else None
+        if parts is not None:
+            self._add_parts(path, value, *parts, depth)
+        elif form is None:
+            self._add_known_object(path, value)
+        elif form is compound.ENUM:
+            self._add_member(path, value)
         else:
             self._add_object(path, value)
 
-    def _add_known_object(self, path: str, value: Any, depth: int) -> None:
-        """Flatten a namespace, or store a generator or a configuration as bytes. Pickle any other object."""
-        entry = NAMESPACES.get(type(value)) if self._classes else None
-        if entry is not None and (self._within or not compound.holds_itself(value)):
-            self._add_parts(path, value, entry([]), dict(vars(value)), depth)
-            return
-        stored = encode_object(value) if self._classes and entry is None else None
+    def _add_known_object(self, path: str, value: Any) -> None:
+        """Store a generator or a configuration as bytes. Pickle any other object."""
+        stored = encode_object(value) if self._classes and type(value) not in NAMESPACES else None
         if stored is None:
             self._add_object(path, value)
         else:
@@ -448,7 +437,7 @@ class Flattened(TensorLeaves):
             entry = _NAMED_PARTS[value.kind]([], obj_type=value.class_name)
             self._add_fields(path, value, entry, held=dict(value), depth=depth)
         elif value.kind == CONFIG:
-            self._add_known_object(path, value, depth)
+            self._add_known_object(path, value)
         elif value.kind == compound.ENUM:
             self._add_member(path, value)
         elif value.kind == compound.WRAPPER and isinstance(value._entry, SubclassEntry):
@@ -522,11 +511,14 @@ class _Context(Flattened):
     def _add_tensor_like(self, path: str, tensor: torch.Tensor) -> None:
         self._add_object(path, tensor)
 
-    def _add_known_object(self, path: str, value: Any, depth: int) -> None:
+    def _add_known_object(self, path: str, value: Any) -> None:
         self._add_object(path, value)
 
-    def _add_named_tuple(self, path: str, value: Any, depth: int) -> None:
-        self._add_object(path, value)
+    def _add_instance(self, path: str, value: Any, depth: int) -> None:
+        if isinstance(value, tuple):
+            self._add_object(path, value)
+        else:
+            super()._add_instance(path, value, depth)
 
     def _add_array(self, path: str, value: Any, depth: int) -> None:
         self._add_object(path, value)
@@ -558,6 +550,6 @@ _VISITORS: dict[type, _Visitor] = {
     io.BytesIO: Flattened._add_bytes_io,
     torch.Generator: Flattened._add_generator,
     SavedObject: Flattened._add_saved,
-    **dict.fromkeys(NAMESPACES, Flattened._add_known_object),
+    **dict.fromkeys(NAMESPACES, Flattened._add_instance),
 }
 _NAMED_PARTS: dict[str, type[Compound]] = {compound.RECORD: RecordEntry, compound.NAMED: NamedTupleEntry}

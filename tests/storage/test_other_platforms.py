@@ -31,7 +31,7 @@ LACKING = {
     "win32": f"{COPIES} or only_names or synced_by_a_commit or lock_that_is_never_released or write_aligned or "
     "refuses_invalid_arguments",
 }
-"""Tests of what a platform lacks: O_DIRECT, copies by the kernel, and on Windows syncs of folders, locks, signals and some names."""
+"""Tests of what a platform lacks: O_DIRECT and copies by the kernel; on Windows also syncs of folders, and signals."""
 
 
 def on(platform, *command):
