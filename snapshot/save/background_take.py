@@ -116,7 +116,6 @@ class StagingAhead(StagedAhead):
         self._in_turn = in_turn
         self._began = time.perf_counter()
         self._thread: threading.Thread | None = None
-        self._work: LoopFuture[None] | None = None
         self._write: Callable[[], LoopFuture[None]] | None = None
         """Begins to write: at the latest, when writing must release memory so that staging can continue."""
         self._parts: list[Sequence[FilePart]] = []
@@ -190,7 +189,7 @@ class StagingAhead(StagedAhead):
             self.stager.digest_ahead(files[:last], self._budget)
         self._stage_files(range(last))
         self.stager.end_digests()
-        work = self._begin_to_write()
+        work = write()
         if last < len(files):
             self.stager.copy_alone()
             with self._lock:
@@ -218,14 +217,15 @@ class StagingAhead(StagedAhead):
         self.stager.end_digests()
         if self._parts:
             self.stop(error)
-        if self._work is None:
+        work = self.work
+        if work is None:
             self.release()
             return
-        self._work.cancel()
-        over = self._work.settled(60)
+        work.cancel()
+        over = work.settled(60)
         self.release()
-        if over and isinstance(error, asyncio.CancelledError) and not self._work.cancelled():
-            cause = self._work.exception()
+        if over and isinstance(error, asyncio.CancelledError) and not work.cancelled():
+            cause = work.exception()
             if cause is not None:
                 raise cause from None
 
@@ -246,11 +246,6 @@ class StagingAhead(StagedAhead):
         self.stager.forget()
 
     # Staging
-
-    def _begin_to_write(self) -> LoopFuture[None]:
-        assert self._write is not None
-        self._work = self._write()
-        return self._work
 
     def _stage_late(self, first: int) -> None:
         """Stage what may be staged after the call. An error fails the writer, which waits for the parts."""
@@ -310,7 +305,8 @@ class StagingAhead(StagedAhead):
         held = self._budget.try_hold(nbytes, shared=self._shared, pinning=self._pinning)
         if held is None:
             self._deliver(0)  # their memory is released once they are written
-            self._begin_to_write()
+            assert self._write is not None
+            self._write()
             self._open()
             held = self._budget.hold_blocking(nbytes, shared=self._shared, pinning=self._pinning)
         staged = None

@@ -189,8 +189,8 @@ class Take:
         """Start to write, once."""
         if self.work is None:
             self.claim.transaction.expect_free()  # an existing snapshot is an error of the call
-            self.work = work_on(self.write_and_commit())
-            self.work.begin()
+            self.work = self._source.work = work_on(self.write_and_commit())
+            self.work.begin()  # an error of the call finds what is to be cancelled, wherever it comes
         return self.work
 
     async def write_and_commit(self) -> None:

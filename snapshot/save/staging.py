@@ -89,6 +89,8 @@ class PartSource:
     """The wanted length of parts; 0 if the storage decides."""
     late: PendingCopy | None = None
     """The copies that go on after the call of a take."""
+    work: LoopFuture[None] | None = None
+    """The writing of a take in the background, once it is about to begin."""
 
     def cut(self, file: FilePlan, nbytes: int) -> list[FilePart]:
         """Return the parts of a file, of at most `nbytes`."""
