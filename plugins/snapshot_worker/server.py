@@ -147,8 +147,12 @@ class WriterServer:
     def _received(self, message: Received) -> None:
         match message:
             case Begin():
-                files = [lane.file() for lane in message.lanes]
-                arrivals = RemoteParts(files, [lane.part_bytes for lane in message.lanes])
+                try:
+                    files = [lane.file() for lane in message.lanes]
+                    arrivals = RemoteParts(files, [lane.part_bytes for lane in message.lanes])
+                except Exception as error:  # noqa: BLE001 - it is that of one take
+                    self._channel.send(Failed.of(message.take, error))
+                    return
                 task = asyncio.create_task(self._write(message, files, arrivals))
                 self._takes[message.take] = (task, arrivals)
                 task.add_done_callback(partial(self._answer, message.take))

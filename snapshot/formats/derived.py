@@ -7,7 +7,7 @@ of compression, of archives and of quantised weights.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from snapshot.errors import CorruptSnapshotError
 from snapshot.io.budget import MemoryBudget
@@ -96,8 +96,8 @@ class Located(NamedTuple):
     """The derivation of its file; None if that is the stored one."""
 
 
-Places = dict[Hashable, Located]
-"""Packed tensors that have been located."""
+Places = dict[Hashable, Any]
+"""What a reader of packed tensors has found out about those that it located."""
 
 
 ReadPlaces = Callable[[Sequence[tuple[str, int, int]]], Awaitable[Sequence[bytearray]]]

@@ -14,6 +14,7 @@ import math
 import struct
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -237,8 +238,11 @@ def is_short(stored: TensorEntry) -> bool:
         return False
     if not is_streamed(stored):
         return True
-    part = is_archived(stored) and stored.extra is not None and stored.extra.storage_offset is not None
-    return not part and math.prod(stored.shape) * ITEMSIZE[stored.dtype] <= EXPANDED
+    extra = stored.extra or PLAIN
+    if is_archived(stored):  # it may be a part of the tensor in the archive
+        return extra.storage_offset is None and math.prod(stored.shape) * ITEMSIZE[stored.dtype] <= EXPANDED
+    span = measure_span(stored.shape, extra.strides or contiguous_strides(stored.shape))
+    return ((extra.storage_offset or 0) + span) * ITEMSIZE[stored.dtype] <= EXPANDED
 
 
 def unpack(name: str, stored: TensorEntry, data: torch.Tensor, flat: torch.Tensor | None) -> torch.Tensor | None:
@@ -299,7 +303,7 @@ def turn(held: torch.Tensor, dtype: str, layout: PackedLayout) -> None:
 
 
 async def locate_tensors(tensors: Sequence[tuple[str, TensorEntry]], known: Places, read: ReadPlaces) -> list[Located]:
-    """Return where tensors are, given by names and entries. Those that were not `known` yet are added there.
+    """Return where tensors are, given by names and entries. The layouts that were not `known` yet are added there.
 
     Only headers and directories are read, but all of a compressed archive, whose directory is at its end.
     """
@@ -318,20 +322,28 @@ async def locate_tensors(tensors: Sequence[tuple[str, TensorEntry]], known: Plac
         layouts += [await scan(each) for each in streamed]
     else:
         layouts += await gather_limited(streamed, scan, SCANS)
-    for (name, stored), layout in zip([*named, *streamed], layouts, strict=True):
-        known[_key_of(stored)] = _place(name, stored, layout)
-    return [known[key] for key in keys]
+    known |= {_key_of(stored): layout for (_, stored), layout in zip([*named, *streamed], layouts, strict=True)}
+    return [_place(name, stored, known[key]) for key, (name, stored) in zip(keys, tensors, strict=True)]
 
 
 def _key_of(stored: TensorEntry) -> Hashable:
     return stored.location, stored.byte_range, stored.serializer, stored.dtype, stored.shape, repr(stored.extra)
 
 
+_numbers = count(1)
+"""Numbers of the derived files of this process."""
+
+
 def _place(name: str, stored: TensorEntry, layout: PackedLayout) -> Located:
-    """Return where a tensor with a known layout is: in its file, or in a derived one."""
+    """Return where a tensor with a known layout is: in its file, or in a derived one.
+
+    Each derived file is read by one run, which continues where it was. So none is shared, and each has its own name:
+    tensors of one range and one name may differ in the transforms of their bytes.
+    """
     if layout.plain and not is_streamed(stored):
         return Located(place_elements(stored, layout, stored.location), None)
-    location = f"{stored.location}[{stored.byte_range[0]}:{stored.byte_range[1]}] ({name})"
+    begin, end = stored.byte_range
+    location = f"{stored.location}[{begin}:{end}] ({name}, {next(_numbers)})"
     return Located(place_elements(stored, layout, location), Stream(name, stored, layout))
 
 

@@ -176,8 +176,8 @@ class Reader:
         tensors = [(request.name, request.stored) for request in later if isinstance(request.stored, TensorEntry)]
         places = await self.locate(tensors)
         derived = {each.entry.location: each.derivation for each in places if each.derivation is not None}
-        if derived:
-            self._storage = DerivedStorage(self._opened.storage, derived, {}, self._opened.session.packed_memory)
+        if derived:  # below them are those of an earlier call, whose ranges may be read again
+            self._storage = DerivedStorage(self._storage, derived, {}, self._opened.session.packed_memory)
         for request, place in zip(later, places, strict=True):
             assert request.opens is not None
             if place.derivation is not None:

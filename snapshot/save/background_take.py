@@ -215,7 +215,7 @@ class StagingAhead(StagedAhead):
         if error is None:
             return
         self.stager.end_digests()
-        if self._parts:
+        if self._write is not None:
             self.stop(error)
         work = self.work
         if work is None:

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshot import CorruptSnapshotError
+from snapshot import CorruptSnapshotError, RestoreOptions, Snapshot, StateDict, TensorMap
 from snapshot.formats import packed_tensors
 from snapshot.io.aio import in_thread, run_inline
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import run
-from snapshot.manifest.entries import TensorEntry
+from snapshot.manifest.entries import Extra, TensorEntry
 
 TENSOR = torch.arange(5000, dtype=torch.int32) * 77_777
 BYTES = TENSOR.numpy().tobytes()
@@ -102,7 +102,28 @@ def test_packed_tensor_in_a_compressed_archive_is_located_on_the_loop_and_in_a_t
         return await packed_tensors.locate_tensors([("x", entry)], known, read_places)
 
     [place] = run(in_thread(run_inline, locate)) if inline else run(locate())
-    assert list(known.values()) == [place]
+    [again] = run(locate())  # its layout is known: nothing is read, and it has a file of its own
+    assert again.entry.location != place.entry.location
+    assert len(known) == 1
     assert (place.entry.serializer, place.entry.extra.strides) == ("array", (1, 100))
     begin, end = place.entry.byte_range
     assert read(place.derivation, Held(data), begin, end - begin) == BYTES
+
+
+def test_views_of_one_storage_with_other_transforms_stay_apart_in_one_mapped_tensor(tmp_path):
+    """Both are read under the name of the tensor that the map makes, from the same range."""
+    held = torch.complex(torch.arange(200_000.0) + 1, torch.arange(200_000.0) + 2)
+    torch.save({"c": held.conj(), "n": torch._neg_view(held)}, tmp_path / "m.pt")
+    joined = TensorMap([{"names": "c, n -> x", "axes": "a, a -> (a + a)"}])
+    live = StateDict(x=torch.zeros(400_000, dtype=torch.complex64))
+    Snapshot(tmp_path / "m.pt").restore({"k": live}, options=RestoreOptions(map=joined))
+    assert torch.equal(live["x"], torch.cat([held.conj().resolve_conj(), -held]))
+
+
+@pytest.mark.parametrize(
+    ("strides", "offset", "is_short"), [((1,), 0, True), ((1 << 30,), 0, False), ((1,), 1 << 30, False)]
+)
+def test_short_streamed_tensors_are_unpacked_in_memory_only_up_to_their_last_element(strides, offset, is_short):
+    extra = Extra(strides=strides, storage_offset=offset)
+    stored = TensorEntry("f", (0, 1000), "uint8", (2,), serializer="deflate+zip", extra=extra)
+    assert packed_tensors.is_short(stored) == is_short

@@ -18,6 +18,7 @@ from snapshot.events import add_handler, remove_handler
 from snapshot.io.arena import arena, release_memory
 from snapshot.io.budget import HeldSlot
 from snapshot.save.background_take import StagingAhead
+from snapshot.save.planned_take import Take
 from snapshot.save.take_slots import take_slots
 from snapshot.testing import faulty, stalling
 from tests.helpers.warm_interpreter import Failed
@@ -253,6 +254,22 @@ def test_async_take_interrupted_in_the_call_leaves_nothing_pending(tmp_path, mon
         assert not (tmp_path / name).exists()
         assert " 0 in use" in repr(arena())
     Snapshot.async_take(tmp_path / "next", live, options=TakeOptions(when_busy="raise")).wait(30)
+
+
+@pytest.mark.parametrize("live", [{"s": StateDict(step=1)}, {"s": StateDict(w=torch.ones(1 << 20))}])
+def test_async_take_interrupted_just_after_writing_began_ends_it_before_it_raises(tmp_path, monkeypatch, live):
+    real, begun = Take._start_to_write, []
+
+    def interrupted(self):
+        begun.append(real(self))
+        raise KeyboardInterrupt  # as by a signal at this return
+
+    monkeypatch.setattr(Take, "_start_to_write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Snapshot.async_take(tmp_path / "s", live)
+    assert begun[0].done()
+    assert begun[0].cancelled()
+    assert not (tmp_path / "s").exists()
 
 
 def test_async_take_interrupted_in_the_call_returns_its_memory_budget(monkeypatch):
