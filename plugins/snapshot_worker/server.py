@@ -17,7 +17,6 @@ import socket
 import sys
 from collections.abc import Sequence
 from functools import partial, reduce
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -48,9 +47,6 @@ from snapshot_worker.client import (
     Received,
     Unmap,
 )
-
-if TYPE_CHECKING:
-    pass
 
 NICE = 10
 PATIENCE = 60.0

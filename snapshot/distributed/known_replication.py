@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from snapshot.distributed.group import Ranks
 from snapshot.io.system import PerProcess
-
-if TYPE_CHECKING:
-    pass
-
 
 MOST_PLANS = 8
 
