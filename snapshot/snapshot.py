@@ -16,7 +16,6 @@ from snapshot.io.loop import run
 from snapshot.io.session import Key, Seal, Session, signer_of
 from snapshot.io.url import URL, Location, expect_mapping, locate_source
 from snapshot.loading.left_out import attach_base
-from snapshot.loading.mapping import dequantise_weights, map_checkpoint
 from snapshot.loading.open import KnownManifest, checkpoint_exists, open_restore
 from snapshot.loading.read_object import read_object, read_state_dict
 from snapshot.loading.restore import Restore
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+    from snapshot.loading.open import Opened
     from snapshot.maps.tensor_map import TensorMap
     from snapshot.transform.target import Target
 
@@ -401,7 +401,10 @@ class Snapshot:
                     accept(opened.document)
                 if base is not None:
                     opened, _ = run(attach_base(opened, base))
-                opened = dequantise_weights(opened, options.map)
+                if options.map is not None:
+                    from snapshot.loading.mapping import dequantise_weights  # few restores have a map
+
+                    opened = dequantise_weights(opened, options.map)
                 seconds = op.seconds - began
                 restore = Restore(op, opened, options, seconds=seconds, allow_pickle=self.allow_pickle, touched=touched)
                 report = restore.run(app_state)
@@ -446,7 +449,7 @@ class Snapshot:
         return self._manifest.read(
             memory_budget_bytes,
             lambda opened: read_object(
-                map_checkpoint(opened, map),
+                _with_map(opened, map),
                 path,
                 obj_out,
                 box,
@@ -468,7 +471,7 @@ class Snapshot:
         number = 0 if replicate_from_rank0 else ranks_of(self.pg).rank
         return self._manifest.read(
             None,
-            lambda opened: read_state_dict(map_checkpoint(opened, map), key, number, allow_pickle=self.allow_pickle),
+            lambda opened: read_state_dict(_with_map(opened, map), key, number, allow_pickle=self.allow_pickle),
         )
 
     @of_object
@@ -734,3 +737,12 @@ class Snapshot:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self._url)!r})"
+
+
+def _with_map(opened: Opened, tensor_map: TensorMap | None) -> Opened:
+    """Return a checkpoint with mapped tensors, as the state of a single rank, if there is a map."""
+    if tensor_map is None:
+        return opened
+    from snapshot.loading.mapping import map_checkpoint
+
+    return map_checkpoint(opened, tensor_map)

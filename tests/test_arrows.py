@@ -246,9 +246,9 @@ def test_classes_that_users_have_pickled_stay_where_they_are(place):
 
 
 SIZES = {
-    ("snapshot.snapshot", False): 34_730,
+    ("snapshot.snapshot", False): 32_000,
     ("snapshot.snapshot", True): 42_500,
-    ("snapshot.manager.manager", False): 38_750,
+    ("snapshot.manager.manager", False): 36_000,
     ("snapshot.manager.manager", True): 45_910,
 }
 """The most lines that a module imports, by its name, and by whether imports in functions count: a budget that may only
@@ -325,10 +325,6 @@ def test_functions_with_more_than_eight_parameters_are_these():
                     if len([name for name in names if name not in ("self", "cls")]) + len(extra) > 8:
                         found.add(f"{path.relative_to(ROOT)}: {node.name}")
     assert found == {
-        "plugins/snapshot_merge/lora.py: merge_lora",
-        "plugins/snapshot_merge/merging.py: merge",
-        "plugins/snapshot_publish/publisher.py: __init__",
-        "snapshot/formats/foreign.py: make_document",
         "snapshot/manager/manager.py: __init__",
         "snapshot/snapshot.py: async_take",
         "snapshot/snapshot.py: convert",

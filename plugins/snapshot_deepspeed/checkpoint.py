@@ -234,7 +234,7 @@ class Checkpoint:
                     self._manifest[path] = msgspec.structs.replace(entry, replicated=True)
         names = dict.fromkeys(decode_component(path.split("/", 2)[1]) for path in self._manifest)
         tokens = [f"{each.name} {each.token} {digest_range(each.content)}" for each in self.files]
-        return make_document(
+        document = make_document(
             FORMAT,
             str(self._head.get("ds_version") or ""),
             self._storage.url,
@@ -242,9 +242,10 @@ class Checkpoint:
             manifest=self._manifest,
             files={each.name: ForeignFile(each.size, archived=True) for each in self.files},
             world_size=1 if alone else sum(len(part.states) for part in self._parts),
-            root=make_dict(names),
-            inline=bytes(self._inline) or b"\0",
         )
+        document.root = make_dict(names)
+        document.set_inline(bytes(self._inline) or b"\0")
+        return document
 
     def _spend(self, count: int) -> None:
         self._left -= count

@@ -13,8 +13,9 @@ import torch
 
 from snapshot.errors import CorruptSnapshotError, StorageNotFoundError, UnsupportedFormatError
 from snapshot.formats.derived import place_bytes
-from snapshot.formats.foreign import HEAD, ForeignDocument, make_dict, make_document, refuse_file
+from snapshot.formats.foreign import ForeignDocument, make_dict, make_document
 from snapshot.formats.hugging_face import AT_ONCE
+from snapshot.formats.mistakes import HEAD, refuse_file
 from snapshot.formats.registry import SearchedFolder
 from snapshot.io.aio import gather_limited, in_thread
 from snapshot.io.arena import arena_bytes
@@ -359,8 +360,8 @@ async def _describe_parts(
         metadata={
             key: value for key, value in values.items() if not isinstance(value, str) or len(value) <= _LONGEST_TEXT
         },
-        root=make_dict(manifest),
     )
+    document.root = make_dict(manifest)
     document.derivations = derivations
     return document
 

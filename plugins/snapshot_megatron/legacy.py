@@ -142,7 +142,7 @@ async def describe_folder(folder: SearchedFolder) -> ForeignDocument | None:
     keys = dict.fromkeys(decode_component(path.split("/", 2)[1]) for path in manifest)
     files = [*files, *(each for each in flats if each is not None)]
     tokens = [f"{each.name} {each.token} {digest_range(each.content)}" for each in files]
-    return make_document(
+    document = make_document(
         FORMAT,
         str(made.head.get("checkpoint_version") or ""),
         where,
@@ -150,9 +150,10 @@ async def describe_folder(folder: SearchedFolder) -> ForeignDocument | None:
         manifest=manifest,
         files={each.name: ForeignFile(each.size, archived=True, lacks=made.lacks) for each in files},
         world_size=len(folders),
-        root=make_dict(keys),
-        inline=bytes(made.inline) or b"\0",
     )
+    document.root = make_dict(keys)
+    document.set_inline(bytes(made.inline) or b"\0")
+    return document
 
 
 async def _open_flat(opened: TorchFiles, name: str) -> TorchFile | None:

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from snapshot_merge.lora import merge_lora
     from snapshot_merge.merging import merge
-    from snapshot_merge.options import PEFTOptions
+    from snapshot_merge.options import MergeOptions, PEFTOptions
 
-__all__ = ["PEFTOptions", "merge", "merge_lora"]
+__all__ = ["MergeOptions", "PEFTOptions", "merge", "merge_lora"]
 _HOMES = {
+    "MergeOptions": "snapshot_merge.options",
     "PEFTOptions": "snapshot_merge.options",
     "merge": "snapshot_merge.merging",
     "merge_lora": "snapshot_merge.lora",

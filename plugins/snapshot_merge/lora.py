@@ -27,8 +27,8 @@ from snapshot.manifest.document import Document, find_locations
 from snapshot.manifest.entries import AnyTensor
 from snapshot.manifest.rank_view import make_rank_view, suggest_names
 from snapshot.maps.tensor_map import TensorMap
+from snapshot.options import expect_options, with_options
 from snapshot.plan.layout import FilePart, FilePlan
-from snapshot.progress import ProgressArgument
 from snapshot.reports import ConvertReport
 from snapshot.snapshot import Snapshot
 from snapshot.state.leaves import Leaf
@@ -42,6 +42,7 @@ from snapshot.transform.target import Selection, Target
 from snapshot_merge import peft
 from snapshot_merge.merging import expect_mergeable, key_of, open_origins, spellings
 from snapshot_merge.mixing import InputRun, MixedSource, Piece
+from snapshot_merge.options import MergeOptions
 from snapshot_merge.peft import AdapterPair, LoraConfig
 
 # The plan: the change of each tensor of the base.
@@ -458,6 +459,7 @@ async def _read_config(adapter: Opened) -> LoraConfig:
     return peft.parse_config(data, where)
 
 
+@with_options(MergeOptions)
 def merge_lora(
     base: str | os.PathLike[str] | Snapshot,
     adapter: str | os.PathLike[str] | Snapshot,
@@ -466,11 +468,7 @@ def merge_lora(
     map: TensorMap | None = None,
     select: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    dtype: torch.dtype | None = None,
-    verify: bool = True,
-    memory_budget_bytes: int | None = None,
-    progress: ProgressArgument = None,
-    ranks: bool = False,
+    options: MergeOptions | None = None,
 ) -> ConvertReport:
     """Add a LoRA of PEFT to the weights of its base model, within the memory budget.
 
@@ -484,11 +482,7 @@ def merge_lora(
         map: A map for the base model, such as one that dequantises its weights. The adapter has the new names.
         select: Globs over `<key>/<logical path>` of the base model to keep; all by default.
         exclude: Globs to leave out.
-        dtype: Cast floating-point tensors of the result to this dtype, instead of the base model's dtype.
-        verify: Verify every digest, and the checksums of other libraries' formats.
-        memory_budget_bytes: Host memory: a quarter for reading, a quarter for mixing, and half for writing.
-        progress: True for a progress bar, or a function that is called with `Progress`.
-        ranks: Share the work with all ranks of the base's `pg`, or of the default process group; every rank calls.
+        options: The dtype, verification, memory, progress and ranks, as `MergeOptions`.
 
     Raises:
         RestoreError: The adapter does not fit. `mismatches` lists every reason; nothing was written.
@@ -497,8 +491,17 @@ def merge_lora(
         UnsupportedFormatError: The format cannot hold a tensor, or the adapter is of a kind that cannot be merged;
             nothing was written.
     """
+    options = options or MergeOptions()
+    expect_options(options, MergeOptions)
     model, made = Snapshot.of(base), Target.of(target)
-    choice = Selection(select, exclude, None, dtype, verify, model.allow_pickle, map)
+    choice = Selection(select, exclude, None, options.dtype, options.verify, model.allow_pickle, map)
     url = made.place.url
-    with operation("merge", url, pg=model.pg, ranks=ranks, budget=memory_budget_bytes, progress=progress) as op:
+    with operation(
+        "merge",
+        url,
+        pg=model.pg,
+        ranks=options.ranks,
+        budget=options.memory_budget_bytes,
+        progress=options.progress,
+    ) as op:
         return add_adapter(op, (model.location, Snapshot.of(adapter).location), made, choice)

@@ -14,6 +14,7 @@ from snapshot.io.url import URL
 from snapshot.snapshot import Snapshot
 from snapshot_merge.lora import merge_lora
 from snapshot_merge.merging import OTHERS, merge
+from snapshot_merge.options import MergeOptions
 
 DESCRIPTION = (
     "Write the average, a weighted sum, or an exponential moving average of checkpoints. They may have different "
@@ -77,18 +78,13 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
         lora = arguments.lora and Snapshot(arguments.lora, storage_options=options, allow_pickle=pickles)
         target = target_of(arguments, arguments.output)
         with bar("merge", ranks=arguments.ranks) as show:
-            shared = {
-                **selection_of(arguments),
-                **work_of(arguments),
-                "dtype": arguments.dtype,
-                "verify": arguments.verify,
-                "progress": show,
-            }
+            how = MergeOptions(dtype=arguments.dtype, verify=arguments.verify, progress=show, **work_of(arguments))
+            shared = {**selection_of(arguments), "options": how}
             if lora is not None:
                 report = merge_lora(opened[0], lora, target, map=map_of(arguments), **shared)
             else:
-                how = {"weights": arguments.weights, "ema": arguments.ema, "others": arguments.others}
-                report = merge(opened, target, **how, **shared)
+                mix = {"weights": arguments.weights, "ema": arguments.ema, "others": arguments.others}
+                report = merge(opened, target, **mix, **shared)
     except SnapshotNotFoundError as error:
         given = [*arguments.sources, *([arguments.lora] if arguments.lora else [])]
         missing = (source for source in given if str(error).startswith(f"{URL.parse(source)}:"))

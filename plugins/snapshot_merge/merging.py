@@ -27,7 +27,8 @@ from snapshot.manifest.entries import AnyTensor
 from snapshot.manifest.paths import decode_component
 from snapshot.manifest.rank_view import make_rank_view, suggest_names
 from snapshot.manifest.values import Entry
-from snapshot.progress import Meter, ProgressArgument
+from snapshot.options import expect_options, with_options
+from snapshot.progress import Meter
 from snapshot.reports import ConvertReport
 from snapshot.snapshot import Snapshot
 from snapshot.state.leaves import Leaf
@@ -47,6 +48,7 @@ from snapshot.transform.diff_bytes import Pair, compare_pairs
 from snapshot.transform.sources import CheckpointSource, LeafReads, reads_ranges
 from snapshot.transform.target import Selection, Target
 from snapshot_merge.mixing import InputRun, MixedSource, Piece
+from snapshot_merge.options import MergeOptions
 
 # Arithmetic of a merge: tensors of several checkpoints become one, element by element, in order of the checkpoints.
 
@@ -474,6 +476,7 @@ def _compare(
     return ()
 
 
+@with_options(MergeOptions)
 def merge(
     sources: Sequence[str | os.PathLike[str] | Snapshot],
     target: str | os.PathLike[str] | Target,
@@ -483,11 +486,7 @@ def merge(
     others: str = "equal",
     select: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    dtype: torch.dtype | None = None,
-    verify: bool = True,
-    memory_budget_bytes: int | None = None,
-    progress: ProgressArgument = None,
-    ranks: bool = False,
+    options: MergeOptions | None = None,
 ) -> ConvertReport:
     """Merge checkpoints into one, within the memory budget: their average, a weighted sum, or a moving average.
 
@@ -512,12 +511,7 @@ def merge(
             the first source are kept, and the report lists the ones that differ.
         select: Globs over `<key>/<logical path>` of the first source to merge; all by default.
         exclude: Globs to leave out.
-        dtype: Cast floating-point tensors of the result to this dtype, instead of the first source's dtype.
-        verify: Verify every digest, and the checksums of other libraries' formats.
-        memory_budget_bytes: Host memory: a quarter for reading, a quarter for mixing, and half for writing.
-        progress: True for a progress bar, or a function that is called with `Progress`.
-        ranks: Share the work with all ranks of the first source's `pg`, or of the default process group; every rank
-            calls. By default this process works alone, even if several ranks run.
+        options: The dtype, verification, memory, progress and ranks, as `MergeOptions`.
 
     Raises:
         RestoreError: The sources do not fit. `mismatches` lists every reason; nothing was written.
@@ -535,6 +529,8 @@ def merge(
     >>> snapshot.load("memory://docs/soup")
     {'weight': tensor([1.5000, 1.5000, 1.5000])}
     """
+    options = options or MergeOptions()
+    expect_options(options, MergeOptions)
     paths = [] if isinstance(sources, (str, os.PathLike)) or not isinstance(sources, Iterable) else list(sources)
     if len(paths) < 2 or not all(isinstance(each, (str, os.PathLike, Snapshot)) for each in paths):
         raise ValueError(f"sources must be paths of at least 2 checkpoints, or Snapshot objects, got {sources!r}")
@@ -547,7 +543,14 @@ def merge(
     elif ema is not None:
         mix = Mix.moving_average(ema, count)
     origins, made = [Snapshot.of(each) for each in paths], Target.of(target)
-    choice = Selection(select, exclude, None, dtype, verify, origins[0].allow_pickle)
+    choice = Selection(select, exclude, None, options.dtype, options.verify, origins[0].allow_pickle)
     url = made.place.url
-    with operation("merge", url, pg=origins[0].pg, ranks=ranks, budget=memory_budget_bytes, progress=progress) as op:
+    with operation(
+        "merge",
+        url,
+        pg=origins[0].pg,
+        ranks=options.ranks,
+        budget=options.memory_budget_bytes,
+        progress=options.progress,
+    ) as op:
         return merge_checkpoints(op, [each.location for each in origins], made, choice, mix=mix, others=others)

@@ -1,4 +1,4 @@
-"""Options of the folders of PEFT adapters that a conversion writes."""
+"""Options of a merge, and of the folders of PEFT adapters that a conversion writes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,30 @@ import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from snapshot.io.url import URL
+from snapshot.progress import ProgressArgument
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions:
+    """The options of `merge` and `merge_lora`: `merge(sources, target, options=MergeOptions(dtype=torch.float16))`."""
+
+    dtype: torch.dtype | None = None
+    """Cast floating-point tensors of the result to this dtype, instead of that of the first source or base model."""
+    verify: bool = True
+    """Verify every digest, and the checksums of other libraries' formats."""
+    memory_budget_bytes: int | None = None
+    """Host memory: a quarter for reading, a quarter for mixing, and half for writing."""
+    progress: ProgressArgument = None
+    """True for a progress bar, or a function that is called with `Progress`."""
+    ranks: bool = False
+    """Share the work with all ranks of the `pg` of the first source or base model, or of the default process group;
+    every rank calls. By default this process works alone, even if several ranks run."""
 
 
 @dataclass(frozen=True)

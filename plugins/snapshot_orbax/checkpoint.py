@@ -131,7 +131,7 @@ async def _describe_items(storage: Storage, items: Mapping[str, str], marker: st
     except StorageNotFoundError as error:
         raise CorruptSnapshotError(f"{storage.url}: a file of the checkpoint is missing: {error}") from error
     manifest, root = made.finish()
-    return make_document(
+    document = make_document(
         FORMAT,
         "",
         storage.url,
@@ -139,10 +139,11 @@ async def _describe_items(storage: Storage, items: Mapping[str, str], marker: st
         manifest=manifest,
         files=made.files,
         metadata=made.metadata,
-        root=root,
-        inline=bytes(made.inline),
-        index=marker,
     )
+    document.root = root
+    document.index = marker
+    document.set_inline(bytes(made.inline))
+    return document
 
 
 async def _is_finished(storage: Storage, names: Sequence[str], beside: Callable[[URL], Storage]) -> bool:

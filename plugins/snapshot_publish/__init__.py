@@ -4,12 +4,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from snapshot_publish.publisher import PendingPublish, Published, Publisher
+    from snapshot_publish.publisher import PendingPublish, Published, Publisher, PublishOptions
     from snapshot_publish.subscriber import Subscriber
 
-__all__ = ["PendingPublish", "Published", "Publisher", "Subscriber"]
+__all__ = ["PendingPublish", "PublishOptions", "Published", "Publisher", "Subscriber"]
 _HOMES = {
     "PendingPublish": "snapshot_publish.publisher",
+    "PublishOptions": "snapshot_publish.publisher",
     "Published": "snapshot_publish.publisher",
     "Publisher": "snapshot_publish.publisher",
     "Subscriber": "snapshot_publish.subscriber",

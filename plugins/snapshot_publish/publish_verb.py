@@ -24,7 +24,7 @@ from snapshot.events import log
 from snapshot.io.url import URL
 from snapshot.snapshot import Snapshot
 from snapshot.weights import load
-from snapshot_publish.publisher import Publisher
+from snapshot_publish.publisher import Publisher, PublishOptions
 from snapshot_publish.store import version_name
 from snapshot_publish.subscriber import Subscriber
 
@@ -70,10 +70,12 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
         arguments.url,
         full_every=arguments.full_every,
         keep=arguments.keep,
-        files=arguments.files or _files_beside(arguments.source),
-        notify=arguments.notify,
-        memory_budget_bytes=1 << 62,  # the process ends after this version
         storage_options=there,
+        options=PublishOptions(
+            files=arguments.files or _files_beside(arguments.source),
+            notify=arguments.notify,
+            memory_budget_bytes=1 << 62,  # the process ends after this version
+        ),
     )
     step = _step_of(arguments.source) if arguments.step is None else arguments.step
     with explain_missing(arguments.source, options), bar("publish") as show:

@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +26,7 @@ from snapshot.io.url import URL
 from snapshot.manager.policies import Policy, checked_policy
 from snapshot.manifest.document import LONGEST_HEADER
 from snapshot.maps.recipe import RecipeTarget
+from snapshot.options import expect_options, with_options
 from snapshot.pending import PendingWork
 from snapshot.settings import Settings, expect_positive
 from snapshot.tensors.digest import digest_bytes, digest_range
@@ -331,6 +332,20 @@ async def _read_tensors(local: Session, index: VersionIndex, image: HostImage) -
 # The publisher, with one publication at a time in the background.
 
 
+@dataclass(frozen=True, kw_only=True)
+class PublishOptions:
+    """The options of a `Publisher`: `Publisher(url, options=PublishOptions(files="model"))`."""
+
+    files: str | os.PathLike[str] | Mapping[str, bytes] | None = None
+    """A local folder in Hugging Face's layout, or contents by name: its small files, such as `config.json` and the
+    tokenizer's, are a part of each complete version."""
+    notify: Sequence[str] = ()
+    """URLs to which a JSON message is sent after each version, such as `http://engine:30000/hook`."""
+    memory_budget_bytes: int | None = None
+    """Host memory of this rank for the published weights. Deltas need twice the bytes that the rank owns. By default,
+    it is half of the host's memory, shared by its ranks."""
+
+
 class Publisher:
     """Publishes the weights of a training loop in a store, for inference engines.
 
@@ -349,6 +364,7 @@ class Publisher:
     Published(version=2, step=200, base=1)
     """
 
+    @with_options(PublishOptions)
     def __init__(
         self,
         url: str | os.PathLike[str],
@@ -356,12 +372,10 @@ class Publisher:
         names: TensorMap | None = None,
         full_every: int = 50,
         keep: Policy | int | None = 2,
-        files: str | os.PathLike[str] | Mapping[str, bytes] | None = None,
-        notify: Sequence[str] = (),
-        memory_budget_bytes: int | None = None,
         pg: ProcessGroup | None = None,
         storage_options: Mapping[str, Any] | None = None,
         timeout: float | None = None,
+        options: PublishOptions | None = None,
     ) -> None:
         """Check the arguments. Nothing is read or written.
 
@@ -371,14 +385,10 @@ class Publisher:
             full_every: At least every n-th version is complete, so that readers never follow longer chains.
             keep: The number of complete versions to keep, or a policy, which sees their numbers as steps. Deltas are
                 kept with the complete version before them. Rank 0 deletes other versions. None keeps all.
-            files: A local folder in Hugging Face's layout, or contents by name: its small files, such as `config.json`
-                and the tokenizer's, are a part of each complete version.
-            notify: URLs to which a JSON message is sent after each version, such as `http://engine:30000/hook`.
-            memory_budget_bytes: Host memory of this rank for the published weights. Deltas need twice the bytes that
-                the rank owns. By default, it is half of the host's memory, shared by its ranks.
             pg: The ranks that publish. By default, the default process group.
             storage_options: Options for the storage plugin.
             timeout: Seconds without a heartbeat after which a rank counts as dead.
+            options: The files beside the weights, notified URLs and memory, as `PublishOptions`.
 
         Raises:
             MissingExtraError: zstandard is not installed, and `full_every` is above 1.
@@ -387,8 +397,10 @@ class Publisher:
         whole = isinstance(full_every, int) and not isinstance(full_every, bool)
         if not whole or not 1 <= full_every <= LONGEST_CHAIN:
             raise ValueError(f"full_every must be an int from 1 to {LONGEST_CHAIN}, got {full_every!r}")
-        if memory_budget_bytes is not None:
-            expect_positive("memory_budget_bytes", memory_budget_bytes)
+        options = options or PublishOptions()
+        expect_options(options, PublishOptions)
+        if options.memory_budget_bytes is not None:
+            expect_positive("memory_budget_bytes", options.memory_budget_bytes)
         if names is not None and names.dequantise is not None:
             raise ValueError("names must not dequantise: the tensors of a live model are published")
         if full_every > 1:
@@ -398,9 +410,9 @@ class Publisher:
         open_storage(self._url, self._options)  # an unknown scheme or option is an error of this call
         self._names = names
         self._full_every, self._keep = full_every, checked_policy(keep, metrics=False)
-        self._files = ExtraFiles(files)
-        self._notify = check_hooks(notify)
-        self._budget = memory_budget_bytes
+        self._files = ExtraFiles(options.files)
+        self._notify = check_hooks(options.notify)
+        self._budget = options.memory_budget_bytes
         self._pg = pg
         self._timeout = timeout
         self._id = secrets.token_hex(6)
@@ -417,6 +429,13 @@ class Publisher:
         self._calls = 0
         self._owed = 0
         """Number of the next calls that the other ranks have given up before."""
+
+    @classmethod
+    def of_config(cls, url: str, config: Mapping[str, Any], **given: Any) -> Publisher:
+        """Return a publisher whose arguments, and fields of its options, are in a dict of a configuration."""
+        named = {each.name for each in fields(PublishOptions)} & config.keys()
+        rest = {name: value for name, value in config.items() if name not in named}
+        return cls(url, options=PublishOptions(**{name: config[name] for name in named}), **given, **rest)
 
     def resume_from(self, folder: str | os.PathLike[str]) -> None:
         """Let the next version be a delta of a version that a `Subscriber` has pulled into a local folder.

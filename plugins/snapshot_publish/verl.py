@@ -51,7 +51,7 @@ class SnapshotCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc]
         folder: The local folder of the rollout workers of a host. By default, it is in the host's memory.
         timeout: Seconds that a rollout worker waits for a version.
         storage_options: Options for the storage plugin.
-        publish: More arguments of `Publisher`: `{"full_every": 20, "keep": 3}`.
+        publish: More arguments of `Publisher`, and fields of its options: `{"full_every": 20, "keep": 3}`.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class SnapshotCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """Publish the weights. All ranks of the actor call it, and return when the version is committed."""
         if self._publisher is None:
-            self._publisher = Publisher(self._read[0], **self._publish)
+            self._publisher = Publisher.of_config(self._read[0], self._publish)
         ranks = ranks_of(None)
         shares, state = Shares(ranks.world), {}
         for name, tensor in weights:  # each rank must walk it, since a tensor is gathered from all of them

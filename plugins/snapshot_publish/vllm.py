@@ -126,7 +126,7 @@ class SnapshotTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     """The local folder of the workers."""
     storage_options: dict[str, Any] = field(default_factory=dict)
     publish: dict[str, Any] = field(default_factory=dict)
-    """More arguments of `Publisher`: `{"full_every": 20, "keep": 3}`."""
+    """More arguments of `Publisher`, and fields of its options: `{"full_every": 20, "keep": 3}`."""
 
 
 class SnapshotTrainerWeightTransferEngine(TrainerWeightTransferEngine[SnapshotTrainerInitInfo]):  # type: ignore[misc]
@@ -136,7 +136,7 @@ class SnapshotTrainerWeightTransferEngine(TrainerWeightTransferEngine[SnapshotTr
 
     def __init__(self, info: SnapshotTrainerInitInfo, *, client: Any, source: Any) -> None:
         super().__init__(client=client, source=source, is_sender=info.is_sender, rank=info.rank)
-        self._new_publisher = partial(Publisher, info.url, storage_options=info.storage_options, **info.publish)
+        self._new_publisher = partial(Publisher.of_config, info.url, info.publish, storage_options=info.storage_options)
         self._publisher = self._new_publisher()
         self._rounds = 0
         self._failed = False

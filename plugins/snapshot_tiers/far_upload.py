@@ -49,10 +49,11 @@ from snapshot.manifest.document import (
 from snapshot.runs.facts import PINNED, is_buried
 from snapshot.runs.timeline import Facts, RunLine, Standing, origin_of
 from snapshot.save import transaction
-from snapshot.save.compression import PackedResult, Packing
+from snapshot.save.compression import Packing
 from snapshot.save.transaction import claim_path
 from snapshot.tensors.digest import digest_range
-from snapshot.tensors.split_zstd import CODEC, PAGE, kind_of
+from snapshot.tensors.packed_files import CODEC, PAGE, PackedResult
+from snapshot.tensors.split_zstd import kind_of
 from snapshot.text import size_text
 from snapshot.transform.sources import CopiedFile
 from snapshot_tiers.control import Registration, StepStatus

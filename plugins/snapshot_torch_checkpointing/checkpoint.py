@@ -120,7 +120,7 @@ async def describe_folder(folder: SearchedFolder) -> ForeignDocument:
     keys = dict.fromkeys(item.key for item in items)
     lacks = LACKS if short else ""
     described = {each.name: ForeignFile(each.size, archived=bool(each.sums), lacks=lacks) for each in found}
-    return make_document(
+    document = make_document(
         FORMAT,
         metadata.version,
         storage.url,
@@ -128,9 +128,10 @@ async def describe_folder(folder: SearchedFolder) -> ForeignDocument:
         manifest=manifest,
         files={METADATA: ForeignFile(len(data))} | described,
         world_size=metadata.world,
-        root=make_dict(keys),
-        inline=bytes(reader.inline) or b"\0",
     )
+    document.root = make_dict(keys)
+    document.set_inline(bytes(reader.inline) or b"\0")
+    return document
 
 
 class SavedMetadata:

@@ -42,10 +42,11 @@ from snapshot.io.storage import Storage
 from snapshot.io.system import PerProcess, expect_linux
 from snapshot.io.url import URL
 from snapshot.plan.layout import Extent, FilePart, FilePlan
-from snapshot.save.compression import PackedResult, Packing
+from snapshot.save.compression import Packing
 from snapshot.save.staging import PartSource, StagedPart
 from snapshot.save.writer import Progress, WrittenFile
 from snapshot.tensors.digest import FileTree
+from snapshot.tensors.packed_files import PackedResult
 from snapshot.text import counted
 
 # The protocol between a process and its writer process: short, ordered messages over a socket, with descriptors.

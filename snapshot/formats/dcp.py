@@ -80,9 +80,10 @@ async def describe_checkpoint(storage: Storage, data: bytes) -> ForeignDocument:
         names |= dict.fromkeys(decode_component(path.split("/", 2)[1]) for path in added)
     made = make_container(names)
     root = made and made[0]
-    return make_document(
-        "dcp", found.version, storage.url, data, manifest=manifest, files=files, root=root, inline=inline
-    )
+    document = make_document("dcp", found.version, storage.url, data, manifest=manifest, files=files)
+    document.root = root
+    document.set_inline(inline)
+    return document
 
 
 class _Metadata:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from snapshot.errors import StorageError, StorageNotFoundError
 from snapshot.formats import hugging_face
-from snapshot.formats.foreign import HEAD, ForeignDocument, is_part, refuse_file
+from snapshot.formats.foreign import ForeignDocument
+from snapshot.formats.mistakes import HEAD, is_part, refuse_file
 from snapshot.formats.registry import SearchedFolder, describe_folder, find_by_head
 from snapshot.io.storage import Storage
 from snapshot.io.url import URL

@@ -14,15 +14,13 @@ from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundE
 from snapshot.events import log
 from snapshot.formats import torch_save
 from snapshot.formats.foreign import (
-    HEAD,
-    POINTER,
     ForeignDocument,
     check_location,
     is_absence,
     make_dict,
     make_document,
-    refuse_file,
 )
+from snapshot.formats.mistakes import HEAD, POINTER, refuse_file
 from snapshot.formats.registry import SearchedFolder
 from snapshot.formats.zip_archive import SIGNATURE
 from snapshot.io.aio import gather_limited
@@ -62,7 +60,7 @@ async def describe_file(storage: Storage, name: str, size: int, limit: int) -> F
     if _is_shard(name, metadata, storage.url):
         raise UnsupportedFormatError(f"{storage.url.join(name)}: a part of a checkpoint of DCP; open its folder")
     token = (await storage.stat(name)).token
-    return make_document(
+    document = make_document(
         "safetensors",
         "",
         storage.url,
@@ -70,8 +68,9 @@ async def describe_file(storage: Storage, name: str, size: int, limit: int) -> F
         manifest={f"0/{encode_component(each)}": entry for each, entry in entries.items()},
         files={name: ForeignFile(size)},
         metadata=metadata,
-        root=make_dict(entries),
     )
+    document.root = make_dict(entries)
+    return document
 
 
 async def read_header(
@@ -262,7 +261,7 @@ async def _read_headers(storage: Storage, files: Sequence[str], limit: int) -> _
 def _document_of(
     storage: Storage, read_files: _ReadFiles, entries: Mapping[str, TensorEntry | ShardedTensorEntry]
 ) -> ForeignDocument:
-    return make_document(
+    document = make_document(
         "safetensors",
         "",
         storage.url,
@@ -270,8 +269,9 @@ def _document_of(
         manifest={f"0/{encode_component(each)}": entry for each, entry in entries.items()},
         files={name: ForeignFile(size) for name, (_, _, size, _) in read_files.items()},
         metadata=next((metadata for _, metadata, _, _ in read_files.values() if metadata), {}),
-        root=make_dict(entries),
     )
+    document.root = make_dict(entries)
+    return document
 
 
 # Parts of tensors, as DCP's `HuggingFaceStorageWriter(save_distributed=True)` writes them: each rank has its own files.
@@ -369,7 +369,7 @@ async def describe_index(storage: Storage, name: str, limit: int) -> ForeignDocu
             counted(len(reader.unlisted), "tensor"),
             listed([f"{tensor[:200]} in {location}" for tensor, location in sorted(reader.unlisted.items())]),
         )
-    return make_document(
+    document = make_document(
         reader.format,
         "",
         storage.url,
@@ -377,10 +377,11 @@ async def describe_index(storage: Storage, name: str, limit: int) -> ForeignDocu
         manifest=manifest,
         files=reader.files,
         metadata=next((reader.metadata[each] for each in wanted if reader.metadata.get(each)), {}),
-        root=make_dict([*index.weight_map, *sorted(reader.unlisted)]),
-        inline=bytes(reader.inline),
-        index=name,
     )
+    document.root = make_dict([*index.weight_map, *sorted(reader.unlisted)])
+    document.index = name
+    document.set_inline(bytes(reader.inline))
+    return document
 
 
 class _IndexReader:

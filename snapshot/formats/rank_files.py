@@ -15,7 +15,8 @@ import msgspec
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats import zip_archive
-from snapshot.formats.foreign import HEAD, ForeignDocument, make_dict, make_document, refuse_file
+from snapshot.formats.foreign import ForeignDocument, make_dict, make_document
+from snapshot.formats.mistakes import HEAD, refuse_file
 from snapshot.formats.packed_tensors import find_layout, place_elements
 from snapshot.formats.pickled_objects import INLINE, is_refused, locate_object
 from snapshot.formats.registry import SearchedFolder
@@ -69,7 +70,7 @@ async def describe_folder(folder: SearchedFolder) -> ForeignDocument | None:
         root: Container | None = make_dict(item.key for item in items)
     else:
         root = found[0].root
-    return make_document(
+    document = make_document(
         FORMAT,
         "",
         storage.url,
@@ -77,9 +78,10 @@ async def describe_folder(folder: SearchedFolder) -> ForeignDocument | None:
         manifest=manifest,
         files={each.name: ForeignFile(each.size, lacks=lacks) for each in found},
         world_size=world,
-        root=root,
-        inline=bytes(reader.inline) or b"\0",
     )
+    document.root = root
+    document.set_inline(bytes(reader.inline) or b"\0")
+    return document
 
 
 def find_items(where: object, names: Iterable[str]) -> list[RankFiles]:

@@ -16,7 +16,8 @@ import torch
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.formats import zip_archive
-from snapshot.formats.foreign import ForeignDocument, make_document, refuse_zip
+from snapshot.formats.foreign import ForeignDocument, make_document
+from snapshot.formats.mistakes import refuse_zip
 from snapshot.formats.pickled_objects import INLINE, is_refused, locate_object
 from snapshot.formats.safe_pickle import PickleLimits, evaluate_pickle, expect_stored
 from snapshot.formats.to_entries import RebuiltTensor, make_container, make_entries, make_tensor_entry, rebuild_tensor
@@ -288,16 +289,17 @@ async def describe_file(storage: Storage, name: str, size: int, limit: int) -> F
         entries = saved.describe_items(dict(zip(root.components(), made[1], strict=True)), inline)
     token = f"{(await storage.stat(name)).token} {size}".encode() + saved.content
     lacks = any(not entry.is_whole() for entry in entries.values())
-    return make_document(
+    document = make_document(
         FORMAT,
         "",
         storage.url,
         token,
         manifest=entries,
         files={name: ForeignFile(size, lacks=ONE_RANK if lacks else "")},
-        root=root,
-        inline=bytes(inline) or b"\0",
     )
+    document.root = root
+    document.set_inline(bytes(inline) or b"\0")
+    return document
 
 
 class TorchFile:

@@ -16,7 +16,8 @@ from snapshot.io.budget import MemoryBudget
 from snapshot.io.storage import Storage
 from snapshot.manifest.document import FileEntry
 from snapshot.tensors.digest import BLOCK, digest_range
-from snapshot.tensors.split_zstd import PAGE, BlockTable, load_zstd, sum_stored, thread_codec
+from snapshot.tensors.packed_files import PAGE
+from snapshot.tensors.split_zstd import BlockTable, load_zstd, sum_stored, thread_codec
 
 HOT = 1 << 20
 """Stored bytes that one thread reads and decompresses at once, from a `blocking` storage: they stay in a CPU cache."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,9 @@ from snapshot.io.arena import SEGMENT, Pinning, Slot
 from snapshot.io.storage import Buffer
 from snapshot.loading.read_requests import Copy, FlatPlace, ReadRequest, copy_all, copy_into
 from snapshot.plan.layout import ReadPart
-from snapshot.tensors.device_digest import DeviceDigests, is_usable, scratch_bytes, supports
+
+if TYPE_CHECKING:
+    from snapshot.tensors.device_digest import DeviceDigests
 
 DEVICE_PART = 16 << 20
 """The length of reads for accelerators: each has steps of the interpreter that no two threads run at once."""
@@ -47,6 +49,8 @@ class DeviceFills:
         self._digesting: set[torch.device] = set()
         for device, side in self._sides.items() if verify else ():
             if totals[device] >= WORTH:
+                from snapshot.tensors.device_digest import is_usable  # nothing else needs it for fewer bytes
+
                 with on_stream(side):
                     if is_usable(device):
                         self._digesting.add(device)
@@ -64,7 +68,11 @@ class DeviceFills:
             for segment in part.segments
             if requests[segment.request].device in self._digesting
         ]
-        return scratch_bytes(lengths) + _ALIGNED * len(self._digesting) if lengths else 0
+        if not lengths:
+            return 0
+        from snapshot.tensors.device_digest import scratch_bytes
+
+        return scratch_bytes(lengths) + _ALIGNED * len(self._digesting)
 
     def part(self, slot: Slot | None, nbytes: int) -> PartFill:
         """Return the copies of one part, whose bytes take `nbytes` of its slot."""
@@ -99,6 +107,8 @@ class PartFill:
         place, device = request.place, request.device
         if device not in self._digesting or not isinstance(place, FlatPlace) or request.stored.digest is None:
             return False
+        from snapshot.tensors.device_digest import supports
+
         address = place.address + begin - request.stored.byte_range[0]
         if device is None or not supports(address, len(share)):
             return False
@@ -137,6 +147,8 @@ class PartFill:
             yield from zip(checked, _finish_digests(work, len(checked)), strict=True)
 
     def _launch(self, checked: Sequence[_Checked], slot: Slot, device: torch.device) -> DeviceDigests | None:
+        from snapshot.tensors.device_digest import DeviceDigests, scratch_bytes
+
         lengths = [len(each.share) for each in checked]
         scratch = slot.tensor[self._scratch :]
         self._scratch += scratch_bytes(lengths)

@@ -27,14 +27,12 @@ _COMPARED = 8 << 20
 """Bytes of a tensor that are compared at once."""
 
 
-def map_view(opened: Opened, view: RankView, tensor_map: TensorMap | None) -> RankView:
+def map_view(opened: Opened, view: RankView, tensor_map: TensorMap) -> RankView:
     """Return a view of a checkpoint with mapped tensors.
 
     The rules name tensors below a level of the state, such as `model`. Its tensors are replaced, and everything else
     stays. Quantised weights have been replaced before, by `dequantise_checkpoint`.
     """
-    if tensor_map is None:
-        return view
     if not isinstance(tensor_map, TensorMap):
         raise TypeError(f"map must be a TensorMap, got {type(tensor_map).__name__}")
     if tensor_map.dequantise is not None and not tensor_map.recipes:

@@ -30,7 +30,6 @@ from snapshot.formats.foreign import (
     ForeignStorage,
     UnknownFormatError,
     is_absence,
-    refuse_folder,
 )
 from snapshot.io.aio import gather_limited, in_thread
 from snapshot.io.budget import MemoryBudget
@@ -136,6 +135,8 @@ async def open_main(session: Session) -> Opened:
         if found is None and not isinstance(error, StorageNotFoundError):
             raise
         if found is None:
+            from snapshot.formats.mistakes import refuse_folder  # only an error needs it
+
             raise await refuse_folder(session.storage) from error
         document = found
     return add_layers(session, document)

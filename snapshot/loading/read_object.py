@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -11,8 +11,6 @@ import torch
 
 from snapshot.errors import RestoreError, SnapshotError
 from snapshot.formats.foreign import ForeignDocument, narrow_root
-from snapshot.formats.safe_pickle import evaluate_pickle
-from snapshot.formats.to_entries import RebuiltTensor, make_entries, read_pickle
 from snapshot.io.loop import run
 from snapshot.loading.live import Binding, has_overlaps, is_writable
 from snapshot.loading.open import Opened, expect_files
@@ -33,6 +31,9 @@ from snapshot.state.stateful import RestoreAdapter
 from snapshot.tensors.geometry import Box
 from snapshot.tensors.memory import BY_NAME, NAMES
 from snapshot.text import counted, listed, with_article
+
+if TYPE_CHECKING:
+    from snapshot.formats.to_entries import RebuiltTensor
 
 # Objects in other libraries' archives that hold only plain values, expanded to entries.
 #
@@ -58,6 +59,9 @@ def expand_objects(
     }
     if not chosen:
         return
+    from snapshot.formats.safe_pickle import evaluate_pickle
+    from snapshot.formats.to_entries import make_entries, read_pickle  # for other libraries' checkpoints alone
+
     values = _read_values(opened, chosen, verify=False)
     for path in chosen:
         try:

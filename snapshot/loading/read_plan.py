@@ -17,7 +17,6 @@ import torch
 
 from snapshot.errors import CorruptSnapshotError, RestoreError, UnsafeObjectError
 from snapshot.formats.pickled_objects import SavedFile, find_object, is_refused, load_object, run_pickle
-from snapshot.formats.to_entries import NotPlainError, read_plain_value
 from snapshot.io.accelerators import accelerator_of, await_host_copies
 from snapshot.loading.left_out import LeftOut
 from snapshot.loading.open import Opened
@@ -228,6 +227,8 @@ class ReadPlan:
             except UnsafeObjectError as error:
                 if serializer != "torch_save" or not isinstance(self.files[entry.location], ForeignFile):
                     raise
+                from snapshot.formats.to_entries import NotPlainError, read_plain_value  # for other libraries' files
+
                 try:
                     self.values[path] = read_plain_value(path, held, entry.nbytes)
                 except NotPlainError:

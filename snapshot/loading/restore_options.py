@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from snapshot.io.url import Source
 from snapshot.manifest.document import Document
-from snapshot.maps.tensor_map import TensorMap
 from snapshot.plan.names import Rename
 from snapshot.progress import ProgressArgument
+
+if TYPE_CHECKING:
+    from snapshot.maps.tensor_map import TensorMap
 
 Accept = Callable[[Document], None]
 """A check of a manifest, which raises if it refuses it."""

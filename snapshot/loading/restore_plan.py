@@ -17,7 +17,6 @@ from snapshot.io.loop import run
 from snapshot.loading.choose import Chooser, ChosenEntries, Matched, Receiver
 from snapshot.loading.left_out import compare_left_out
 from snapshot.loading.live import compare_twins, find_read_only_memory
-from snapshot.loading.mapping import map_view
 from snapshot.loading.match import Matching, match_all
 from snapshot.loading.open import Opened, expect_files, load_parts
 from snapshot.loading.own_copies import OwnCopies
@@ -225,7 +224,11 @@ class _Planner:
             document.manifest = cast("dict[str, Any]", NumberedEntries(0, dict(view.entries)))
         if rename or self._options.select or self._options.exclude:
             expand_trees(opened, view.entries)
-        view = map_view(opened, below_only_key(document, view, self._receivers), self._options.map)
+        view = below_only_key(document, view, self._receivers)
+        if self._options.map is not None:
+            from snapshot.loading.mapping import map_view  # few restores have a map
+
+            view = map_view(opened, view, self._options.map)
         if rename:
             self._change = compile_rename(rename, {**view.elsewhere, **view.entries})[0]
             view = follow_rename(view, rename, self._receivers)

@@ -22,7 +22,7 @@ from snapshot.manifest.values import Entry
 from snapshot.tensors.digest import SIZE, count_blocks, digest_range
 from snapshot.tensors.geometry import Box, boxes_overlap, intersect, is_inside
 from snapshot.tensors.memory import ITEMSIZE
-from snapshot.tensors.split_zstd import CODEC, MOST_TIMES, RECORD, longest_table
+from snapshot.tensors.packed_files import CODEC, MOST_TIMES, RECORD, longest_table
 from snapshot.text import counted, listed
 
 # Merging of the ranks' parts into one manifest.

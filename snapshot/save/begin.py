@@ -17,8 +17,7 @@ from snapshot.io.loop import run
 from snapshot.io.session import MemoryDefaults, Session
 from snapshot.io.url import URL
 from snapshot.progress import Meter
-from snapshot.save.compression import usual_budget
-from snapshot.save.take_options import TakeRequest
+from snapshot.save.take_options import TakeRequest, usual_budget
 from snapshot.save.take_slots import TakeSlot, take_slots
 from snapshot.save.transaction import State, Transaction
 

@@ -27,13 +27,12 @@ from snapshot.manifest.document import (
 from snapshot.manifest.parts import ManifestPart
 from snapshot.plan.consensus import digest_layout, sum_digests
 from snapshot.plan.layout import Extent, place_box
-from snapshot.save.compression import PackedResult
 from snapshot.save.rank_share import Share
 from snapshot.save.reuse import NO_REUSE, Reuse
 from snapshot.save.writer import WrittenFile
 from snapshot.state.leaves import Blob, Leaf
 from snapshot.tensors.digest import RunningDigest, digest_bytes, digest_range
-from snapshot.tensors.split_zstd import CODEC
+from snapshot.tensors.packed_files import CODEC, PackedResult
 from snapshot.text import VERSION, listed
 
 

@@ -10,7 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -22,9 +22,11 @@ from snapshot.io.storage import Buffer
 from snapshot.plan.layout import FilePart, FilePlan
 from snapshot.save.device_copies import DeviceCopies
 from snapshot.state.leaves import Leaf
-from snapshot.tensors.device_digest import DeviceDigests, is_usable, scratch_bytes, supports
 from snapshot.tensors.digest import BLOCK, FileTree, RunningDigest, RunningTree, digest_range
 from snapshot.tensors.memory import is_flat
+
+if TYPE_CHECKING:
+    from snapshot.tensors.device_digest import DeviceDigests
 
 WORTH = 1 << 30
 """Bytes on one accelerator from which it digests them: the first launch of a process takes up to some seconds."""
@@ -73,8 +75,7 @@ class ExtentDigests:
                 if not copies.has_stream(leaf.tensor.device) or not is_flat(leaf.tensor):
                     continue
                 address, nbytes = leaf.tensor.data_ptr() + extent.start, extent.end - extent.begin
-                if supports(address, nbytes):
-                    ranges[leaf.tensor.device].append(_Range(address, nbytes, id(file), position))
+                ranges[leaf.tensor.device].append(_Range(address, nbytes, id(file), position))
         try:
             for device, theirs in ranges.items():
                 if sum(each.nbytes for each in theirs) >= WORTH:
@@ -84,6 +85,11 @@ class ExtentDigests:
             raise
 
     def _launch(self, copies: DeviceCopies, device: torch.device, ranges: Sequence[_Range]) -> None:
+        from snapshot.tensors.device_digest import DeviceDigests, is_usable, scratch_bytes, supports
+
+        ranges = [each for each in ranges if supports(each.address, each.nbytes)]
+        if not ranges:
+            return
         with copies.stream(device):
             if not is_usable(device):
                 return

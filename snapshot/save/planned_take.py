@@ -8,14 +8,13 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from snapshot.distributed.exchange import beside_loop
 from snapshot.events import emit
 from snapshot.io.aio import in_thread, shielded
-from snapshot.io.budget import MemoryBudget
 from snapshot.io.loop import LoopFuture, work_on
 from snapshot.io.session import Session
 from snapshot.io.system import PerProcess
@@ -37,9 +36,9 @@ from snapshot.save.commit import (
     while_all_go_on,
     write_own_part,
 )
-from snapshot.save.compression import Packing, layout_of_leaves, longest_file, note_speed
 from snapshot.save.describe import RankManifest, build_entries, describe_alone, encode_for_leader, shard_checksums
 from snapshot.save.observers import Observers
+from snapshot.save.pace import note_speed
 from snapshot.save.rank_share import Share
 from snapshot.save.reuse import NO_REUSE, Reuse, remember_unchanged
 from snapshot.save.staging import PartSource
@@ -48,6 +47,9 @@ from snapshot.save.take_options import TakeSigner
 from snapshot.save.transaction import State, Transaction
 from snapshot.save.writer import PartSink, Writer, WrittenFile, write_small
 from snapshot.tensors.digest import SIZE, FileTree, Root, count_blocks, digest_range, root_of, tree_of
+
+if TYPE_CHECKING:
+    from snapshot.save.compression import Packing
 
 Verify = Callable[[Session, RankManifest], Coroutine[Any, Any, None]]
 """Reads the written bytes back, and raises if they differ."""
@@ -64,11 +66,11 @@ def plan_writes(
     staged: bool,
     groups: bytes = b"",
     expected: SavePlan | None = None,
-    packing: MemoryBudget | None = None,
+    packing: Packing | None = None,
 ) -> SavePlan:
     """Return the plan of the data files. `staged`: all leaves are copied first, except those in the group LATE.
 
-    With `packing`, the memory for it, files are short enough to be compressed there.
+    With `packing`, files are short enough to be compressed in its memory.
 
     Raise `ValueError` if an `expected` plan is for something else.
     """
@@ -84,7 +86,7 @@ def plan_writes(
     # If files accept parts only in order, the number of files is not limited by the number of cores.
     sequential = limits.in_order and limits.parts_per_file == 1
     lanes = (sequential and (session.settings.lanes or limits.parallel_files)) or session.settings.lane_count()
-    longest = longest_file(packing, session.settings.lane_count(), payload) if packing is not None else 0
+    longest = packing.longest_file(payload) if packing is not None else 0
     plan = _plans.get().plan(
         share.leaves, blobs, limits, lanes, staged_bytes=at_once, loads=loads, groups=groups, longest=longest
     )
@@ -117,7 +119,7 @@ class Take:
         plan: SavePlan,
         *,
         source: PartSource,
-        packing: MemoryBudget | None,
+        packing: Packing | None,
         commit: AtCommit,
         reuse: Reuse = NO_REUSE,
         sink: PartSink | None = None,
@@ -149,14 +151,11 @@ class Take:
             self.session.budget,
             self._meter.wrote,
             wanted_part=self.session.settings.part_bytes or source.part_bytes,
-            packing=self._packing(packing, share) if packing is not None else None,
+            packing=packing,
             signed=signer is not None,
         )
         self._meter.begin(plan.total_bytes)
         self.emit("start", bytes=plan.total_bytes)
-
-    def _packing(self, memory: MemoryBudget, share: Share) -> Packing:
-        return Packing(memory, layout_of_leaves(share.leaves), self.session.settings.lane_count())
 
     @property
     def report(self) -> TakeReport:

@@ -43,7 +43,6 @@ from snapshot.save.base_files import (
     read_tables,
 )
 from snapshot.save.begin import Claim
-from snapshot.save.compression import PackedResult
 from snapshot.save.rank_share import RankShare, Share
 from snapshot.save.staging import Stager
 from snapshot.save.take_options import TakeRequest, find_keys
@@ -52,6 +51,7 @@ from snapshot.save.writer import WrittenFile
 from snapshot.state.changing import find_frozen
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.digest import FileTree, digest_range
+from snapshot.tensors.packed_files import PackedResult
 from snapshot.text import counted, size_text
 
 WORTH_SHARING = 64 << 10

@@ -22,7 +22,6 @@ from snapshot.progress import Meter, ProgressArgument
 from snapshot.reports import TakeReport
 from snapshot.save.background_take import LateCopies, StagingAhead
 from snapshot.save.begin import Claim, begin_take, open_dry_run, session_for_take
-from snapshot.save.compression import choose_packing
 from snapshot.save.observers import Observers, TakeView
 from snapshot.save.planned_take import AtCommit, Take, Verify, plan_writes
 from snapshot.save.rank_share import RankShare, collect_rank_share
@@ -37,6 +36,8 @@ from snapshot.state.stateful import Stateful, check_app_state
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from snapshot.save.compression import Packing
 
 
 T = TypeVar("T")
@@ -137,7 +138,11 @@ def _assemble(
     """Collect, agree, share, compare and plan. `opened`: what an error in the rest of the call ends."""
     session, verb = claim.session, claim.meter.verb
     share = collect_rank_share(claim.exchange, session, app_state, options, claim.globs)
-    packing = choose_packing(options.compression, session, share.leaves)
+    packing: Packing | None = None
+    if options.compression is not None:
+        from snapshot.save.compression import choose_packing  # few takes are compressed
+
+        packing = choose_packing(options.compression, session, share.leaves)
     overlapped = background and options.staging == "overlapped" and options.prepare is None and not is_exiting()
     # From here on, a `step()` of the application waits: before anything is compared with a base, or planned.
     late = opened.enter_context(LateCopies(claim, share, overlapped=overlapped))

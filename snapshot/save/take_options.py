@@ -21,7 +21,6 @@ from snapshot.options import expect_options
 from snapshot.plan.layout import SavePlan
 from snapshot.plan.names import matcher
 from snapshot.progress import ProgressArgument
-from snapshot.save.compression import expect_compression
 from snapshot.save.findings import Guards
 from snapshot.save.observers import expect_observed
 from snapshot.state.leaves import Prepare
@@ -41,6 +40,13 @@ AllowPickle = Literal["warn", "error", True]
 
 Compression = Literal["zstd", "auto"]
 BaseArgument = Source | Sequence[Source] | None
+USUAL_BUDGET = 512 << 20
+"""Default budget if files are compressed: they are long, and several are compressed at once."""
+
+
+def usual_budget(compression: str | None) -> int:
+    """Return the default budget of an operation that may compress; 0 for the usual one."""
+    return USUAL_BUDGET if compression is not None else 0
 
 
 @runtime_checkable
@@ -297,7 +303,10 @@ class TakeRequest(TakeOptions):
         if self.worker != "thread":
             find_sink(self.worker).check()
         _ = self.signer  # raises for a wrong key
-        expect_compression(self.compression)
+        if self.compression is not None:
+            from snapshot.save.compression import expect_compression  # few takes are compressed
+
+            expect_compression(self.compression)
         if self.only and not self.bases:  # a manager adds the base
             raise ValueError("only='trainable' must have a base: the snapshot that has what is left out")
         known = None if isinstance(self.metadata, Future) else self.metadata

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from snapshot.events import span
 from snapshot.io.aio import gather_limited, in_thread, run_inline, shielded
@@ -23,12 +23,14 @@ from snapshot.io.storage import FileWriter, Storage
 from snapshot.plan.layout import FilePart, FilePlan, choose_part_size
 from snapshot.progress import unmetered
 from snapshot.save.base_files import BaseFile
-from snapshot.save.compression import FilePacker, PackedResult, Packing
 from snapshot.save.digests import FileDigests
 from snapshot.save.staging import PartSource, StagedPart
 from snapshot.tensors.digest import FileTree, RunningTree, tree_of
 from snapshot.tensors.memory import detach_view
-from snapshot.tensors.split_zstd import PAGE
+from snapshot.tensors.packed_files import PAGE, PackedResult
+
+if TYPE_CHECKING:
+    from snapshot.save.compression import Packing
 
 Progress = Callable[[int], None]
 
@@ -199,7 +201,7 @@ class Writer:
     async def _packed(self, packing: Packing, file: FilePlan, location: str) -> WrittenFile:
         """Compress a file in memory, then write it: a storage must know its size first."""
         async with packing.room(PAGE + file.size) as room:
-            packer = FilePacker(*packing.layout(file), room)
+            packer = packing.packer(file, room)
             digests = self.source.digests(file)
             async with self._packers:
                 for part in self.parts(file):

@@ -13,6 +13,7 @@ import xxhash
 from snapshot.errors import CorruptSnapshotError, MissingExtraError
 from snapshot.io.storage import Buffer
 from snapshot.tensors.digest import BLOCK
+from snapshot.tensors.packed_files import MOST_TIMES, PAGE, TINY
 
 # zstd, an optional dependency: the module, and a compressor for bytes of tensors.
 
@@ -53,22 +54,13 @@ def new_compressor() -> Any:
 # bit: then its exponent fills a byte, and the sign is its last bit. The bytes of equal significance of all numbers
 # form a plane. Each plane is stored as one zstd frame if that is shorter, otherwise unchanged.
 
-CODEC = "split+zstd"
 ROTATED = 128
 """Added to an element size: the numbers are rotated."""
 KINDS = (1, 2, 4, 8, 2 + ROTATED, 4 + ROTATED, 8 + ROTATED)
 """Element sizes of blocks, rotated or not."""
-MOST_TIMES = 256
-"""Maximum ratio of a block. A shorter one is filled with zeros, so no small file can claim a huge tensor."""
 WORTH = 0.97
 """Maximum ratio of stored bytes: less is not worth the time of reading."""
-TINY = 4096
-"""Bytes of a range below which it shares blocks with ranges of other kinds, so that most blocks are longer."""
-PAGE = 4096
-"""Bytes of a stored file before its first block: a header."""
 _RECORD = np.dtype([("stored", "<u4"), ("logical", "<u4"), ("sum", "<u8")])
-RECORD = _RECORD.itemsize
-"""Bytes that describe one block in a table."""
 sum_stored = xxhash.xxh3_64_intdigest
 _SAMPLES, _SAMPLE = 4, 1024
 _LENGTHS = [np.dtype(f"u{size}") for size in (1, 2, 4, 8)]
@@ -165,11 +157,6 @@ class BlockTable:
         """Return the blocks with some of the bytes [begin, end) of the file."""
         first, last = np.searchsorted(self.ends, [begin, end - 1], "right")
         return range(int(first), int(last) + 1)
-
-
-def longest_table(size: int) -> int:
-    """Return the maximum length of the table of a file: blocks shorter than TINY are next to longer ones."""
-    return RECORD * (4 + 2 * size // TINY)
 
 
 def encode_table(records: Sequence[tuple[int, int, int, int]]) -> bytes:

@@ -37,9 +37,10 @@ from snapshot.plan.layout import partition_items
 from snapshot.plan.names import Rename, expect_globs
 from snapshot.reports import ConvertReport
 from snapshot.save.begin import claimed
-from snapshot.save.compression import choose_packing, expect_compression, usual_budget
+from snapshot.save.compression import expect_compression, pack_leaves
 from snapshot.save.planned_take import AtCommit, Take, plan_writes
 from snapshot.save.rank_share import Share, item_of, size_of
+from snapshot.save.take_options import usual_budget
 from snapshot.settings import expect_positive
 from snapshot.state import leaves
 from snapshot.state.flatten import Flattened
@@ -557,7 +558,7 @@ def write_as_snapshot(
     with claimed(exchange, url, operation.meter, opener, overwrite=target.overwrite) as claim:
         claim.transaction.expect_free()
         share = RecordedShare(exchange, recording, document.world_size)
-        packing = choose_packing(target.compression, claim.session, ())
+        packing = pack_leaves(claim.session, share.leaves) if target.compression is not None else None
         plan = plan_writes(share, claim.session, staged=False, packing=packing)
         source = make_source(opened, share.leaves, share.origins, LeafReads(choice.verify))
         commit = AtCommit(add_root(document))

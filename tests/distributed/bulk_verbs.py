@@ -19,7 +19,7 @@ from snapshot import Snapshot, StateDict, TakeOptions, Target, TensorMap
 from snapshot.manifest import document
 from snapshot.testing import Fault, Log, Tap, tapped
 from snapshot.transform import verify
-from snapshot_merge import merge
+from snapshot_merge import MergeOptions, merge
 from tests.helpers.arguments import for_take
 
 SEED = 5
@@ -100,7 +100,9 @@ def _convert(source, target, to="snapshot", **options):
 
 def _merge(sources, target, to="snapshot", **options):
     there, options = _split(target, to, options)
-    return merge(sources, there, **options)
+    named = {each.name for each in dataclasses.fields(MergeOptions)} & options.keys()
+    how = MergeOptions(**{name: options.pop(name) for name in named})
+    return merge(sources, there, options=how, **options)
 
 
 VERBS = {

@@ -45,7 +45,7 @@ def convert(path, target, kind, method=None):
 
 
 def merge(path, adapter, target):
-    snapshot_merge.merge_lora(path, adapter, target, ranks=True)
+    snapshot_merge.merge_lora(path, adapter, target, options=snapshot_merge.MergeOptions(ranks=True))
     dist.barrier()
 
 

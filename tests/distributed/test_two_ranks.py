@@ -27,7 +27,7 @@ from snapshot.storages.file import files
 from snapshot.storages.file.file_storage import FileStorage
 from snapshot.storages.file.files import drop_cache, open_direct
 from snapshot.testing import Fault, tapped
-from snapshot_merge import merge
+from snapshot_merge import MergeOptions, merge
 from tests.helpers.arguments import for_restore
 
 
@@ -151,7 +151,12 @@ def _share_work(folder):
         Snapshot(one).convert(hf, ranks=True, **WEIGHTS),
         Snapshot(f"{folder}/hf").copy(f"{folder}/hf copy", ranks=True),
         Snapshot(f"{folder}/hf").verify(ranks=True),
-        merge([one, other], Target(f"{folder}/mean", "snapshot", durable=False), ranks=True, **WEIGHTS),
+        merge(
+            [one, other],
+            Target(f"{folder}/mean", "snapshot", durable=False),
+            options=MergeOptions(ranks=True),
+            **WEIGHTS,
+        ),
         Snapshot.diff(one, other, values=True, ranks=True),
         Snapshot.diff(one, f"{folder}/copy", ranks=True),
     ]

@@ -11,7 +11,7 @@ import torch
 from snapshot import Snapshot, StateDict, events
 from snapshot.io.aio import pop_first
 from snapshot.io.system import drop_oldest
-from snapshot.save.compression import _Place
+from snapshot.save.pace import _Place
 
 THREADS = 4
 

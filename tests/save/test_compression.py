@@ -18,9 +18,10 @@ from snapshot.io.arena import arena
 from snapshot.io.url import URL
 from snapshot.manifest.document import FORMAT, PACKED_FORMAT
 from snapshot.plan.layout import Extent, FilePlan, cut_file
-from snapshot.save import compression
+from snapshot.save import pace
 from snapshot.save.digests import FileDigests
 from snapshot.state.flatten import Flattened
+from snapshot.tensors import split_zstd
 from snapshot.tensors.digest import BLOCK, RunningDigest, digest_range
 from snapshot.tensors.memory import BY_NAME
 from snapshot.testing import faulty, recording
@@ -404,7 +405,7 @@ def test_compression_memory_stays_within_memory_budget_bytes(tmp_path, budget):
 
 
 def test_pace_measures_each_way_twice_and_then_keeps_the_faster():
-    place = compression._Place()
+    place = pace._Place()
     assert place.link() == 0
     assert [place.choose() for _ in range(3)] == [True, False, True]
     place.note(100.0, 50.0, packed=False)
@@ -423,14 +424,14 @@ def test_pace_measures_each_way_twice_and_then_keeps_the_faster():
 
 def test_pace_tries_again_without_compression_if_a_compressed_take_was_much_faster():
     for speed, again in ((151.0, True), (150.0, False), (100.0, False)):
-        place = compression._Place()
+        place = pace._Place()
         place.takes = 20
         place.note(10.0, 5.0, packed=False)
         place.note(100.0, 50.0, packed=True)
         place.note(speed, 50.0, packed=True)
         assert place.choose() is not again
         assert place.choose()
-    place = compression._Place()
+    place = pace._Place()
     place.takes = 20
     assert not place.choose(), "no compressed take was measured"
     place.note(10.0, 5.0, packed=False)
@@ -456,35 +457,35 @@ def leaf_of(tensor):
 
 def test_sample_takes_blocks_evenly_over_all_bytes(monkeypatch):
     codec = Encoder()
-    monkeypatch.setattr(compression, "thread_codec", lambda: codec)
-    monkeypatch.setattr(compression, "BLOCK", 8)
-    monkeypatch.setattr(compression, "kind_of", lambda dtype: dtype)
+    monkeypatch.setattr(split_zstd, "thread_codec", lambda: codec)
+    monkeypatch.setattr(pace, "BLOCK", 8)
+    monkeypatch.setattr(split_zstd, "kind_of", lambda dtype: dtype)
     values = torch.arange(32, dtype=torch.int32)
-    found = compression.sample([leaf_of(values[:8].clone()), leaf_of(values[8:].clone())])
+    found = pace.sample([leaf_of(values[:8].clone()), leaf_of(values[8:].clone())])
     firsts = [int.from_bytes(each[:4], "little") for each in codec.encoded]
     assert firsts == [2, 2, 6, 10, 14, 18, 22, 26, 30]
     assert {len(each) for each in codec.encoded} == {8}
     assert found.ratio == 2.0
     assert found.speed > 0
     codec.encoded.clear()
-    found = compression.sample([leaf_of(values[:1].clone())])
+    found = pace.sample([leaf_of(values[:1].clone())])
     assert [len(each) for each in codec.encoded] == [4] * 9
-    assert compression.sample([]) == compression.SampledSpeed(1.0, 0.0)
+    assert pace.sample([]) == pace.SampledSpeed(1.0, 0.0)
 
 
 @pytest.mark.parametrize(("offset", "begin"), [(0, 0), (3, 0), (4, 4), (9, 8), (31, 24), (100, 24)])
 @pytest.mark.parametrize("plain", [True, False])
 def test_block_of_a_tensor_is_whole_elements(offset, begin, plain, monkeypatch):
-    monkeypatch.setattr(compression, "BLOCK", 8)
+    monkeypatch.setattr(pace, "BLOCK", 8)
     values = torch.arange(8, dtype=torch.int32)
     leaf = leaf_of(values)
     assert leaf.plain
     if not plain:
         leaf = msgspec.structs.replace(leaf, plain=False)
-    assert bytes(compression._block_of(leaf, offset)) == values.numpy().tobytes()[begin : begin + 8]
+    assert bytes(pace._block_of(leaf, offset)) == values.numpy().tobytes()[begin : begin + 8]
     if not plain:
         leaf = msgspec.structs.replace(leaf, tensor=torch.arange(16, dtype=torch.int32)[::2])
-        assert compression._block_of(leaf, 0) is None
+        assert pace._block_of(leaf, 0) is None
 
 
 # Digests of files whose parts arrive in order
@@ -526,16 +527,16 @@ def test_file_digests_are_those_of_whole_extents(part):
 @pytest.mark.parametrize(
     ("nbytes", "seconds", "link"),
     [
-        (compression.SHORTEST, 2.0, compression.SHORTEST / 4),
-        (compression.SHORTEST - 1, 2.0, None),
-        (compression.SHORTEST, 0.0, None),
+        (pace.SHORTEST, 2.0, pace.SHORTEST / 4),
+        (pace.SHORTEST - 1, 2.0, None),
+        (pace.SHORTEST, 0.0, None),
     ],
 )
 def test_note_speed_remembers_long_takes(nbytes, seconds, link, tmp_path, monkeypatch):
     places = {}
-    monkeypatch.setattr(compression, "_places", SimpleNamespace(get=lambda: places))
+    monkeypatch.setattr(pace, "_places", SimpleNamespace(get=lambda: places))
     session = SimpleNamespace(url=URL.parse("s3://bucket/run/step-1"))
-    compression.note_speed(session, nbytes, seconds, stored=nbytes // 2, packed=True)
+    pace.note_speed(session, nbytes, seconds, stored=nbytes // 2, packed=True)
     if link is None:
         assert places == {}
         return
@@ -543,6 +544,6 @@ def test_note_speed_remembers_long_takes(nbytes, seconds, link, tmp_path, monkey
     assert place.link() == link
     assert list(place.speeds[True]) == [nbytes / seconds]
     other = SimpleNamespace(url=URL.parse("s3://bucket/another"))
-    compression.note_speed(other, nbytes, seconds, stored=nbytes, packed=False)
+    pace.note_speed(other, nbytes, seconds, stored=nbytes, packed=False)
     assert list(places.values()) == [place], "one place for a bucket"
     assert place.link() == 2 * link

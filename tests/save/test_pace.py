@@ -7,7 +7,7 @@ from snapshot import Snapshot, StateDict, TakeOptions, Target
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.url import URL
-from snapshot.save import compression as pace
+from snapshot.save import pace
 from snapshot.state.leaves import Leaf
 
 MiB = 1 << 20

@@ -14,20 +14,8 @@ from hypothesis import strategies as st
 from snapshot.errors import CorruptSnapshotError
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.memory import ITEMSIZE, SAFETENSORS
-from snapshot.tensors.split_zstd import (
-    KINDS,
-    MOST_TIMES,
-    PAGE,
-    RECORD,
-    ROTATED,
-    TINY,
-    BlockCodec,
-    BlockTable,
-    cut_blocks,
-    encode_table,
-    kind_of,
-    longest_table,
-)
+from snapshot.tensors.packed_files import MOST_TIMES, PAGE, RECORD, TINY, longest_table
+from snapshot.tensors.split_zstd import KINDS, ROTATED, BlockCodec, BlockTable, cut_blocks, encode_table, kind_of
 
 CODEC = BlockCodec()
 RANDOM = np.random.default_rng(0)

@@ -26,7 +26,7 @@ from snapshot.testing import tapped
 from snapshot_bench.raw_io import read_streams, write_streams
 from snapshot_bench.rounds import Workspace
 from snapshot_bench.workloads import random_tensors
-from snapshot_publish import Publisher, Subscriber
+from snapshot_publish import Publisher, PublishOptions, Subscriber
 from snapshot_publish.build import DeltaDecoder, DeltaEncoder, checksum_text, sum_bytes
 from tests.plugins.snapshot_bench.harness import GB, Link, Seconds, Work, draw_rows, folder_of, time_rows, transfer
 
@@ -304,7 +304,10 @@ def _publish(folder: Path, nbytes: int, rounds: int) -> Iterator[str]:
         f"layers.{number}.weight": torch.from_numpy(part).view(torch.bfloat16)
         for number, part in enumerate(np.split(words, LAYERS_OF_WEIGHTS))
     }
-    publisher, subscriber = Publisher(store, memory_budget_bytes=1 << 62), Subscriber(store, folder / "local")
+    publisher, subscriber = (
+        Publisher(store, options=PublishOptions(memory_budget_bytes=1 << 62)),
+        Subscriber(store, folder / "local"),
+    )
     turns: list[dict[str, float]] = []
     wire = []
     for turn in range(rounds + 1):  # the steps of a version depend on each other, so they do not alternate

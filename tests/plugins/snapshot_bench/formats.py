@@ -352,7 +352,7 @@ def compare_merges(where: Workspace, scale: float, rounds: int) -> Iterator[str]
             os.fsync(file.fileno())
 
     def merge(to: str, target: str) -> float:
-        work = "merge(sources, Target(target, to, overwrite=True), memory_budget_bytes=budget)"
+        work = "merge(sources, Target(target, to, overwrite=True), options=MergeOptions(memory_budget_bytes=budget))"
         names: dict[str, Any] = {"sources": list(map(str, sources)), "target": str(folder / target)}
         seconds, peak = measure_process(work, **names, to=to, budget=MERGE_BUDGET)
         peaks[f"merge to {to}"] = max(peaks.get(f"merge to {to}", 0), peak)

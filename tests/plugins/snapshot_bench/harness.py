@@ -154,7 +154,7 @@ PROGRAM = """
 import json, sys, time
 from pathlib import Path
 from snapshot import Snapshot, Target, TensorMap
-from snapshot_merge import merge
+from snapshot_merge import MergeOptions, merge
 from snapshot_bench.child import reset_peak, status
 from tests.plugins.snapshot_bench.harness import transfer
 globals().update(json.loads(sys.argv[1]))

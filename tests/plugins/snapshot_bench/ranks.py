@@ -30,7 +30,7 @@ from snapshot_bench.results import align_columns
 from snapshot_bench.rounds import Workspace, alternate
 from snapshot_bench.systems import Ours
 from snapshot_bench.workloads import CASES, random_tensors
-from snapshot_merge import merge
+from snapshot_merge import MergeOptions, merge
 from tests.plugins.snapshot_bench.harness import Link, folder_of, start_ranks, time_rows, transfer
 
 # One replica. The ranks hold the same model, as in data parallelism. It must be written once, with the work shared by
@@ -248,6 +248,6 @@ def _share(job: str, folder: str) -> None:
     elif job == "convert":
         Snapshot(a).convert(made, ranks=True)
     elif job == "merge":
-        merge([a, b], made, ranks=True)
+        merge([a, b], made, options=MergeOptions(ranks=True))
     elif job == "diff":
         Snapshot.diff(a, b, values=True, ranks=True)

@@ -27,7 +27,7 @@ from snapshot import (
 )
 from snapshot.cli import main
 from snapshot.errors import UnsupportedFormatError
-from snapshot_merge import PEFTOptions, merge_lora
+from snapshot_merge import MergeOptions, PEFTOptions, merge_lora
 from snapshot_merge.peft import match_pattern, parse_config
 from tests.helpers.states import expect_equal
 from tests.helpers.versions import ALONE
@@ -136,7 +136,7 @@ def test_merge_lora_does_not_depend_on_parts_and_memory_budget_bytes(tmp_path, d
     found = []
     for number, budget in enumerate((None, 1 << 20, 7 << 20)):
         path = tmp_path / f"{number}.safetensors"
-        merge_lora(tmp_path / "base.safetensors", folder, path, memory_budget_bytes=budget)
+        merge_lora(tmp_path / "base.safetensors", folder, path, options=MergeOptions(memory_budget_bytes=budget))
         found.append(snapshot.load(path))
     expect_equal(found[1], found[0])
     expect_equal(found[2], found[0])
@@ -151,7 +151,7 @@ def test_merge_lora_does_not_depend_on_parts_and_memory_budget_bytes(tmp_path, d
 def test_merge_lora_dtype_casts_after_the_merge(tmp_path, files):
     state, folder, expected = files
     save_file(state, tmp_path / "base.safetensors")
-    merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out", dtype=torch.bfloat16)
+    merge_lora(tmp_path / "base.safetensors", folder, tmp_path / "out", options=MergeOptions(dtype=torch.bfloat16))
     found = snapshot.load(tmp_path / "out")
     for name, each in found.items():
         wanted = expected[name].to(torch.bfloat16) if expected[name].is_floating_point() else expected[name]
@@ -204,7 +204,7 @@ def test_merge_lora_adds_to_a_saved_base_layer(tmp_path, kind, stored):
         expected *= (tensors["e.lora_magnitude_vector"] / expected.norm(dim=1))[:, None]
     for budget in (None, 1 << 20):
         target = tmp_path / f"out{budget}"
-        merge_lora(tmp_path / "base.safetensors", folder, target, memory_budget_bytes=budget)
+        merge_lora(tmp_path / "base.safetensors", folder, target, options=MergeOptions(memory_budget_bytes=budget))
         torch.testing.assert_close(snapshot.load(target)["e.weight"], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -246,7 +246,7 @@ def test_merge_lora_dora_scales_rows_to_their_magnitudes(tmp_path, dtype, turned
     found = []
     for number, budget in enumerate((None, 1 << 20)):
         path = tmp_path / f"{number}.safetensors"
-        merge_lora(tmp_path / "base.safetensors", folder, path, memory_budget_bytes=budget)
+        merge_lora(tmp_path / "base.safetensors", folder, path, options=MergeOptions(memory_budget_bytes=budget))
         found.append(snapshot.load(path))
     expect_equal(found[0], found[1])
     product = tensors["a.lora_B.weight"] @ tensors["a.lora_A.weight"] * 1.5

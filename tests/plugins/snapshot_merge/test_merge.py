@@ -19,7 +19,7 @@ from snapshot import CorruptSnapshotError, RestoreError, RNGState, Snapshot, Sna
 from snapshot.errors import UnsupportedFormatError
 from snapshot.events import add_handler, remove_handler
 from snapshot.testing import faulty
-from snapshot_merge import merge
+from snapshot_merge import MergeOptions, merge
 from snapshot_merge.merging import Mix
 from tests.helpers.states import expect_equal
 from tests.helpers.versions import ALONE
@@ -148,7 +148,7 @@ def test_merge_of_different_dtypes_and_a_dtype_of_the_result(tmp_path):
     sources = [write(state, tmp_path / f"{i}", "snapshot") for i, state in enumerate(states)]
     merge(sources, tmp_path / "out")
     expect_equal(snapshot.load(tmp_path / "out"), averaged(states), ordered=False)
-    merge(sources, tmp_path / "half", dtype=torch.float16)
+    merge(sources, tmp_path / "half", options=MergeOptions(dtype=torch.float16))
     expected = combined(states, lambda tensors: sum(tensors[1:], tensors[0]) / 3)
     precise = {n: (sum(s[n].double() for s in states) / 3).half() for n in expected}
     expect_equal(snapshot.load(tmp_path / "half"), precise, ordered=False)
@@ -287,7 +287,7 @@ def test_merge_with_a_damaged_source_keeps_an_existing_target(tmp_path):
             merge(sources, Target(target, to, overwrite=True))
         expect_equal(snapshot.load(target), averaged(states[:2]), ordered=False)
         assert not [name for name in os.listdir(tmp_path) if name.startswith(".convert-")]
-        merge(sources, Target(target, to, overwrite=True), verify=False)
+        merge(sources, Target(target, to, overwrite=True), options=MergeOptions(verify=False))
     with pytest.raises(SnapshotExistsError):
         merge(sources[:2], tmp_path / "out")
 
@@ -295,7 +295,7 @@ def test_merge_with_a_damaged_source_keeps_an_existing_target(tmp_path):
 _KILLED = """
 import os, signal, sys
 from snapshot import Target
-from snapshot_merge import merge
+from snapshot_merge import MergeOptions, merge
 from snapshot_merge.merging import Mix
 apply, calls = Mix.apply, []
 def dying(self, *arguments):
@@ -304,7 +304,7 @@ def dying(self, *arguments):
         os.kill(os.getpid(), signal.SIGKILL)
     apply(self, *arguments)
 Mix.apply = dying
-merge(sys.argv[4:], Target(sys.argv[2], sys.argv[3], overwrite=True), memory_budget_bytes=4 << 20)
+merge(sys.argv[4:], Target(sys.argv[2], sys.argv[3], overwrite=True), options=MergeOptions(memory_budget_bytes=4 << 20))
 """
 
 
@@ -340,9 +340,11 @@ def test_merge_with_storage_faults_and_sources_in_memory(tmp_path):
         ({"ema": float("nan")}, ValueError, "ema must be a decay between 0 and 1"),
         ({"ema": 0.5, "weights": [1, 1]}, ValueError, "weights and ema exclude each other"),
         ({"others": "last"}, ValueError, "others must be one of 'equal', 'first', got 'last'"),
-        ({"dtype": torch.int8}, TypeError, "dtype must be a floating-point dtype"),
+        ({"options": MergeOptions(dtype=torch.int8)}, TypeError, "dtype must be a floating-point dtype"),
         ({"select": ["none/**"]}, RestoreError, "matches nothing"),
-        ({"memory_budget_bytes": 0}, ValueError, "memory_budget_bytes"),
+        ({"options": {"dtype": torch.float16}}, TypeError, "options must be MergeOptions"),
+        ({"dtype": torch.float16}, TypeError, r"pass options=MergeOptions\(dtype=...\)"),
+        ({"options": MergeOptions(memory_budget_bytes=0)}, ValueError, "memory_budget_bytes"),
     ],
 )
 def test_merge_refuses_invalid_arguments(tmp_path, arguments, error, text):
@@ -362,7 +364,7 @@ def test_merge_event_and_progress(tmp_path):
     events, seen = [], []
     add_handler(events.append)
     try:
-        merge(sources, tmp_path / "out", progress=seen.append)
+        merge(sources, tmp_path / "out", options=MergeOptions(progress=seen.append))
     finally:
         remove_handler(events.append)
     assert [(each.name, each.verb) for each in events if each.name == "merged"] == [("merged", "merge")]
@@ -382,7 +384,11 @@ def test_merge_of_any_formats_dtypes_and_memory_budget_bytes(tmp_path_factory, d
     to = data.draw(st.sampled_from(sorted(TARGETS)))
     target = folder / TARGETS[to]
     budget = data.draw(st.sampled_from([None, 1 << 20, 3 << 20, 64 << 20]))
-    merge(sources, Target(target, to, shard_bytes=data.draw(st.integers(1000, 10**6))), memory_budget_bytes=budget)
+    merge(
+        sources,
+        Target(target, to, shard_bytes=data.draw(st.integers(1000, 10**6))),
+        options=MergeOptions(memory_budget_bytes=budget),
+    )
     expect_equal(snapshot.load(target), averaged(states), ordered=False)
 
 

@@ -330,7 +330,11 @@ def test_orbax_long_compressed_chunks_are_converted(tmp_path, budget, kind):
     Snapshot(tmp_path / "in").convert(target, memory_budget_bytes=budget)
     assert torch.equal(snapshot.load(target.url)["w"], tensor)
     assert torch.equal(snapshot.load(tmp_path / "in", memory_budget_bytes=budget)["w"], tensor)
-    snapshot_merge.merge([tmp_path / "in", target.url], tmp_path / "mean", memory_budget_bytes=budget)
+    snapshot_merge.merge(
+        [tmp_path / "in", target.url],
+        tmp_path / "mean",
+        options=snapshot_merge.MergeOptions(memory_budget_bytes=budget),
+    )
     assert torch.equal(snapshot.load(tmp_path / "mean")["w"], tensor)
 
 

@@ -5,7 +5,7 @@ import json
 import torch
 from safetensors.torch import load_file
 
-from snapshot_publish import Publisher
+from snapshot_publish import Publisher, PublishOptions
 from tests.plugins.snapshot_publish.models import model, train
 
 
@@ -34,7 +34,7 @@ class Run:
     def __init__(self, folder, versions, **options):
         self.store = folder / "store"
         self.net = model()
-        self.publisher = Publisher(self.store, files={"config.json": b'{"x": 1}'}, **options)
+        self.publisher = Publisher(self.store, options=PublishOptions(files={"config.json": b'{"x": 1}'}), **options)
         self.states = {}
         self.publish(versions)
 

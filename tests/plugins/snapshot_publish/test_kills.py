@@ -10,7 +10,7 @@ import torch
 from snapshot.io.registry import open_storage, register
 from snapshot.io.storage import URL
 from snapshot.testing.storages import TappedStorage
-from snapshot_publish import Publisher, Subscriber
+from snapshot_publish import Publisher, PublishOptions, Subscriber
 from tests.faults.killed_jobs import Kill
 from tests.plugins.snapshot_publish import engine
 from tests.plugins.snapshot_publish.published_runs import expect_loaded
@@ -37,7 +37,9 @@ def publish(store, nth, full_every):
             super().__init__(open_storage(URL.parse(url.reveal().partition("+")[2]), options, context), kill)
 
     register("killing+", Killing)
-    publisher = Publisher(f"killing+file://{store}", full_every=full_every, keep=1, files={"config.json": b"{}"})
+    publisher = Publisher(
+        f"killing+file://{store}", full_every=full_every, keep=1, options=PublishOptions(files={"config.json": b"{}"})
+    )
     publisher.publish(1, state(1)).wait()
     publisher.publish(2, state(2)).wait()
     kill.nth = kill.met + nth
@@ -96,7 +98,7 @@ def test_publish_killed_at_any_step_leaves_the_last_version(tmp_path, full_every
 
 def test_pull_killed_at_any_step_leaves_the_last_version(tmp_path):
     store = tmp_path / "store"
-    publisher = Publisher(store, files={"config.json": b"{}"})
+    publisher = Publisher(store, options=PublishOptions(files={"config.json": b"{}"}))
     for version in (1, 2, 3):
         publisher.publish(version, state(version)).wait()
     for first, last in ((None, 3), (1, 3)):

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotError, StateDict
 from snapshot.io.loop import _unfinished
 from snapshot.testing.storages import recording
-from snapshot_publish import Publisher, Subscriber, build
+from snapshot_publish import Publisher, PublishOptions, Subscriber, build
 from snapshot_publish import subscriber as local
 from snapshot_publish import subscriber as notify
 from snapshot_publish.store import VersionStore
@@ -318,7 +318,7 @@ def test_publish_notify_reports_bad_responses_as_events(tmp_path, told, receiver
         receiver(b"HTTP/1.1 500 no\r\n\r\n"),
         receiver(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"),
     ]
-    Publisher(tmp_path, notify=urls).publish(1, {"a": torch.ones(2)}).wait()
+    Publisher(tmp_path, options=PublishOptions(notify=urls)).publish(1, {"a": torch.ones(2)}).wait()
     for work in list(_unfinished.get()):
         assert work.settled(30)
     failed = {event.path for event in told if event.name == "notify_failed"}
@@ -328,7 +328,7 @@ def test_publish_notify_reports_bad_responses_as_events(tmp_path, told, receiver
 @pytest.mark.parametrize("url", ["http://user:pw@host/x", "http://host:99999/x", "http://host/a b", "ftp://host", "x"])
 def test_publish_notify_urls_are_checked(tmp_path, url):
     with pytest.raises(ValueError, match="notify") as caught:
-        Publisher(tmp_path, notify=[url])
+        Publisher(tmp_path, options=PublishOptions(notify=[url]))
     assert "pw" not in str(caught.value)
 
 

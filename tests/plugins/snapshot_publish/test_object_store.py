@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from snapshot import SnapshotError, SnapshotNotFoundError
-from snapshot_publish import Publisher, Subscriber
+from snapshot_publish import Publisher, PublishOptions, Subscriber
 from snapshot_publish.store import CLAIM, VersionStore, version_name
 from tests.plugins.snapshot_objectstore.s3_options import options
 from tests.plugins.snapshot_publish.published_runs import expect_loaded
@@ -19,7 +19,9 @@ def test_publish_and_pull_versions_on_s3(place, tmp_path):
     url, given = place
     torch.manual_seed(0)
     state = {"large": torch.randn(12 << 20, dtype=torch.float32).to(torch.bfloat16), "small": torch.ones(5)}
-    publisher = Publisher(url, storage_options=given, full_every=3, keep=1, files={"config.json": b"{}"})
+    publisher = Publisher(
+        url, storage_options=given, full_every=3, keep=1, options=PublishOptions(files={"config.json": b"{}"})
+    )
     subscriber = Subscriber(url, tmp_path / "local", storage_options=given)
     with pytest.raises(SnapshotNotFoundError):
         subscriber.pull()

@@ -18,7 +18,7 @@ from snapshot import (
     StorageError,
 )
 from snapshot.testing.storages import faulty
-from snapshot_publish import Publisher, Subscriber
+from snapshot_publish import Publisher, PublishOptions, Subscriber
 from snapshot_publish import publisher as publisher_module
 from tests.plugins.snapshot_publish import engine
 from tests.plugins.snapshot_publish.models import model, train
@@ -140,7 +140,7 @@ def test_publish_of_another_set_of_tensors_is_a_complete_version(tmp_path):
 
 def test_publish_small_memory_budget_bytes_writes_complete_versions_and_warns_once(tmp_path, told):
     net = model()
-    publisher = Publisher(tmp_path, memory_budget_bytes=1000)
+    publisher = Publisher(tmp_path, options=PublishOptions(memory_budget_bytes=1000))
     with pytest.warns(UserWarning, match="raise memory_budget_bytes"):
         assert publisher.publish(1, net).wait().base is None
     assert publisher.publish(2, net).wait().base is None
@@ -149,7 +149,7 @@ def test_publish_small_memory_budget_bytes_writes_complete_versions_and_warns_on
 
 def test_publish_keep_deletes_old_versions_with_their_chains(tmp_path):
     net = model()
-    publisher = Publisher(tmp_path, full_every=3, files={"config.json": b"{}"})  # keep=2
+    publisher = Publisher(tmp_path, full_every=3, options=PublishOptions(files={"config.json": b"{}"}))  # keep=2
     left = []
     for step in range(10):
         publisher.publish(step, net).wait()
@@ -210,11 +210,11 @@ def test_publish_refuses_invalid_arguments(tmp_path):
         with pytest.raises(ValueError, match=f"full_every must be an int from 1 to 10000, got {wrong}"):
             Publisher(tmp_path, full_every=wrong)
     with pytest.raises(ValueError, match="notify must be http"):
-        Publisher(tmp_path, notify=["file:///etc/passwd"])
+        Publisher(tmp_path, options=PublishOptions(notify=["file:///etc/passwd"]))
     with pytest.raises(ValueError, match="must not have weights"):
-        Publisher(tmp_path, files={"model.safetensors": b""})
+        Publisher(tmp_path, options=PublishOptions(files={"model.safetensors": b""}))
     with pytest.raises(ValueError, match="files must be a local folder"):
-        Publisher(tmp_path, files=tmp_path / "nothing")
+        Publisher(tmp_path, options=PublishOptions(files=tmp_path / "nothing"))
     publisher = Publisher(tmp_path)
     with pytest.raises(TypeError, match="must be a module or a state dict"):
         publisher.publish(1, [torch.zeros(1)])
@@ -269,7 +269,7 @@ def test_publish_names_tensors_that_cannot_be_published(tmp_path, state, message
 @pytest.mark.parametrize("files", [{"config.json": "text"}, {1: b""}])
 def test_publish_files_must_be_bytes_by_name(tmp_path, files):
     with pytest.raises(TypeError, match="files must be bytes by name"):
-        Publisher(tmp_path, files=files)
+        Publisher(tmp_path, options=PublishOptions(files=files))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -283,9 +283,9 @@ def test_publish_refuses_nested_tensors(tmp_path):
 def test_publish_resumed_continues_with_deltas_only_for_equal_tensors_and_files(files, removed, base, tmp_path):
     config = {"config.json": json.dumps({}).encode()}
     state = {"a": torch.randn(100), "old": torch.ones(50)}
-    Publisher(tmp_path / "store", files=config).publish(1, state).wait()
+    Publisher(tmp_path / "store", options=PublishOptions(files=config)).publish(1, state).wait()
     pulled = Subscriber(tmp_path / "store", tmp_path / "local").pull()
-    again = Publisher(tmp_path / "store", files={"config.json": json.dumps(files).encode()})
+    again = Publisher(tmp_path / "store", options=PublishOptions(files={"config.json": json.dumps(files).encode()}))
     again.resume_from(pulled)
     state = {name: each + 1 for name, each in state.items() if name not in removed}
     assert again.publish(2, state).wait().base == base
@@ -300,7 +300,15 @@ def test_publish_of_a_file_that_is_too_large_for_one_beside_the_weights_names_it
     monkeypatch.setattr(publisher_module, "LONGEST_FILE", 10)
     (tmp_path / "beside").mkdir()
     (tmp_path / "beside" / "config.json").write_bytes(b"{}" + 8 * b" ")
-    assert Publisher(tmp_path / "a", files=tmp_path / "beside").publish(1, {"a": torch.ones(2)}).wait().version == 1
+    assert (
+        Publisher(tmp_path / "a", options=PublishOptions(files=tmp_path / "beside"))
+        .publish(1, {"a": torch.ones(2)})
+        .wait()
+        .version
+        == 1
+    )
     (tmp_path / "beside" / "vocab.txt").write_bytes(11 * b"x")
     with pytest.raises(SnapshotError, match=r"vocab\.txt: is too large"):
-        Publisher(tmp_path / "b", files=tmp_path / "beside").publish(1, {"a": torch.ones(2)}).wait()
+        Publisher(tmp_path / "b", options=PublishOptions(files=tmp_path / "beside")).publish(
+            1, {"a": torch.ones(2)}
+        ).wait()

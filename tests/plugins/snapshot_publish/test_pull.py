@@ -14,7 +14,7 @@ import torch
 from snapshot import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError, StorageError
 from snapshot.io.loop import _unfinished, in_own_thread
 from snapshot.testing.storages import faulty
-from snapshot_publish import Publisher, Subscriber
+from snapshot_publish import Publisher, PublishOptions, Subscriber
 from snapshot_publish.store import VersionStore
 from snapshot_publish.subscriber import MARKER
 from tests.helpers.states import flip
@@ -305,7 +305,7 @@ def engine_server():
 
 def test_publish_notify_calls_engines_and_never_fails(tmp_path, engine_server, told, caplog):
     urls = [f"{engine_server}/pull_weights", f"{engine_server}/broken?token=secret", "http://127.0.0.1:9/gone"]
-    publisher = Publisher(tmp_path / "store", notify=urls)
+    publisher = Publisher(tmp_path / "store", options=PublishOptions(notify=urls))
     assert publisher.publish(7, model()).wait().version == 1
     folder = Subscriber(tmp_path / "store", tmp_path / "local", notify=urls).pull()
     for work in list(_unfinished.get()):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from snapshot_publish import Publisher, Subscriber
+from snapshot_publish import Publisher, PublishOptions, Subscriber
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.libraries
@@ -23,7 +23,7 @@ def test_publish_and_pull_versions_are_loaded_by_transformers(tmp_path):
     net = transformers.LlamaForCausalLM(config).eval()
     config.save_pretrained(tmp_path / "config")
     tokens = torch.arange(20).view(1, -1)
-    publisher = Publisher(tmp_path / "store", files=tmp_path / "config")
+    publisher = Publisher(tmp_path / "store", options=PublishOptions(files=tmp_path / "config"))
     publisher.publish(1, net).wait()
     load = transformers.LlamaForCausalLM.from_pretrained
     with torch.no_grad():

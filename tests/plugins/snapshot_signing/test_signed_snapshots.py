@@ -27,7 +27,7 @@ from snapshot.io.aio import in_thread
 from snapshot.manifest.document import decode_document, encode
 from snapshot.testing import Log, faulty, tapped
 from snapshot.transform.verify import Verification
-from snapshot_merge import merge
+from snapshot_merge import MergeOptions, merge
 from snapshot_signing.keys import Signer, Statement
 from tests.helpers.arguments import for_restore
 from tests.helpers.states import flip
@@ -433,7 +433,9 @@ def test_load_and_merge_with_a_key_require_signatures(tmp_path, secret, public):
     with pytest.raises(CorruptSnapshotError, match="not the signed ones"):
         load(Snapshot(two, key=public), verify=False)
     with pytest.raises(CorruptSnapshotError, match="not the signed ones"):
-        merge([Snapshot(each, key=public) for each in (one, two)], tmp_path / "more", verify=False)
+        merge(
+            [Snapshot(each, key=public) for each in (one, two)], tmp_path / "more", options=MergeOptions(verify=False)
+        )
 
 
 def test_sign_refuses_a_damaged_snapshot(tmp_path, secret):
