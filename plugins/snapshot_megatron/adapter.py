@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,11 +14,18 @@ from snapshot.errors import RestoreError, SnapshotError
 from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.state.flatten import MISSING
 from snapshot.state.leaves import FromOneRank
-from snapshot.state.sharded import LocalPiece, Shards
 from snapshot.state.stateful import RestoreAdapter, find_names_beneath
-from snapshot.tensors import composite
-from snapshot.tensors.geometry import Box, Shape, is_inside
 from snapshot.text import with_article
+from snapshot_megatron.boxes import MegatronBoxes, is_main, is_of
+from snapshot_megatron.distributed_optimizer import (
+    GROUPS,
+    PARAM,
+    STATE,
+    STEP,
+    OptimizerState,
+    load_optimizer,
+    read_optimizer,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,17 +36,12 @@ if TYPE_CHECKING:
 # Reassembly returns what Megatron's own `load` would return. Nothing here imports Megatron: an application that has
 # its objects has already imported it.
 
-MAPPING = "megatron.core.dist_checkpointing.mapping"
 COMMON = "common_state"
 """Key of the state that is not sharded, next to the tensors and objects, as in Megatron's own directories."""
+OPTIMIZER = "optimizer"
+"""Key of an optimizer's groups in the common state."""
 NOTHING: Any = object()
 """Placeholder if there is no common state."""
-
-
-def is_of(value: Any, name: str) -> bool:
-    """Return True if a value is an instance of this class of Megatron's mapping module."""
-    kind = getattr(sys.modules.get(MAPPING), name, None)
-    return isinstance(kind, type) and isinstance(value, kind)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,94 +50,6 @@ class Built:
 
     merge: Callable[[Any], Any]
     tree: Any
-
-
-class MegatronBoxes:
-    """All boxes of one tensor on this rank: the `ShardedTensor`s with one key."""
-
-    def __init__(self, key: str) -> None:
-        self.key = key
-        self.parts: list[Any] = []
-        self.shape: Shape = ()
-        self.flexible = False
-        """True if the stored tensor may be longer or shorter, such as a padded vocabulary."""
-
-    def add(self, part: Any) -> None:
-        """Add a `ShardedTensor`, which must describe the same global tensor as the previous ones."""
-        if getattr(part, "flattened_range", None) is not None:
-            raise SnapshotError(f"{self.key}: flattened ranges are not supported, as in current Megatron-core")
-        shape = tuple(map(int, part.global_shape))
-        if self.parts and (shape, part.dtype) != (self.shape, self.parts[0].dtype):
-            raise SnapshotError(
-                f"{self.key}: all parts must have one dtype and shape, got {self.parts[0].dtype}{list(self.shape)} "
-                f"and {part.dtype}{list(shape)}"
-            )
-        if not is_inside(box_of(part), shape):
-            raise SnapshotError(f"{self.key}: part [{box_of(part)}] is not within shape {list(shape)}")
-        self.shape = shape
-        self.flexible = self.flexible or bool(part.allow_shape_mismatch)
-        self.parts.append(part)
-
-    def within(self, shape: Shape) -> MegatronBoxes:
-        """Return the same boxes, limited to a stored tensor of another shape."""
-        made = MegatronBoxes(self.key)
-        made.parts, made.shape = self.parts, shape
-        return made
-
-    def clear_outside(self, shape: Shape) -> None:
-        """Set elements beyond the stored shape to zero, as Megatron does."""
-        for part in self.parts:
-            box, held = box_of(part), data_of(part)
-            common = _common(box, shape)
-            if common is None:
-                held.zero_()
-                continue
-            for dim, (size, full) in enumerate(zip(common.sizes, box.sizes, strict=True)):
-                if size < full:
-                    held.narrow(dim, size, full - size).zero_()
-
-    def __snapshot_shards__(self, path: str) -> Shards:
-        pieces = []
-        for part in self.parts:
-            box = _common(box_of(part), self.shape)
-            if box is None:
-                continue
-            held = data_of(part)
-            if composite.plain_subclass_name(held) is None or held.layout is not torch.strided:
-                raise SnapshotError(
-                    f"{path} must be plain, got {with_article(type(held).__qualname__)} of layout {held.layout}"
-                )
-            view = held.as_subclass(torch.Tensor)[tuple(slice(0, size) for size in box.sizes)]
-            pieces.append(LocalPiece(box, view, None, 0 if is_main(part.replica_id) else 1))
-        dtype = self.parts[0].dtype
-        return Shards("ShardedTensor", dtype, self.shape, pieces, None, None, None, "", False)
-
-    def __repr__(self) -> str:
-        return f"Boxes({self.key!r}, {len(self.parts)} of {list(self.shape)})"
-
-
-def box_of(part: Any) -> Box:
-    """Return the box of a `ShardedTensor` in the global tensor. Prepended axes have length 1."""
-    sizes = (1,) * part.prepend_axis_num + tuple(map(int, part.local_shape))
-    return Box(tuple(map(int, part.global_offset)), sizes)
-
-
-def data_of(part: Any) -> torch.Tensor:
-    """Return the part's memory, with as many dimensions as the global tensor."""
-    if part.data is None:
-        raise SnapshotError(f"{part.key}: cannot save a ShardedTensor without data")
-    held: torch.Tensor = part.data.detach()
-    return held[(None,) * part.prepend_axis_num]
-
-
-def is_main(replica: Any) -> bool:
-    """Return True for the replica that is stored."""
-    return replica == 0 if isinstance(replica, int) else all(number == 0 for number in replica)
-
-
-def _common(box: Box, shape: Shape) -> Box | None:
-    sizes = tuple(min(size, whole - begin) for begin, size, whole in zip(box.offsets, box.sizes, shape, strict=True))
-    return Box(box.offsets, sizes) if all(size > 0 for size in sizes) else None
 
 
 def built(value: Any) -> Any:
@@ -199,7 +112,7 @@ def _common_of(tree: Any) -> Any:
     return tree
 
 
-def filled(tree: Any, common: Any, objects: dict[str, Any], path: str = "") -> Any:
+def filled_tree(tree: Any, common: Any, objects: dict[str, Any], path: str = "") -> Any:
     """Return the state dict that Megatron's `load` would return.
 
     It has the snapshot's common state, and this rank's tensors, objects and local values in their places. Common state
@@ -211,18 +124,20 @@ def filled(tree: Any, common: Any, objects: dict[str, Any], path: str = "") -> A
         held = {} if common is NOTHING else common
         if not isinstance(held, dict):
             raise _no_place(path, tree, held)
-        children = {key: filled(child, held.get(key, NOTHING), objects, f"{path}/{key}") for key, child in tree.items()}
+        children = {
+            key: filled_tree(child, held.get(key, NOTHING), objects, f"{path}/{key}") for key, child in tree.items()
+        }
         return {**held, **{key: child for key, child in children.items() if child is not NOTHING}}
     if isinstance(tree, list):
         held = [NOTHING] * len(tree) if common is NOTHING else common
         if not isinstance(held, list) or len(held) != len(tree):
             raise _no_place(path, tree, held)
-        items = [filled(child, held[i], objects, f"{path}/{i}") for i, child in enumerate(tree)]
+        items = [filled_tree(child, held[i], objects, f"{path}/{i}") for i, child in enumerate(tree)]
         if any(item is NOTHING for item in items):
             raise _no_place(path, tree, [])
         return items
     if isinstance(tree, Built):
-        return tree.merge(filled(tree.tree, NOTHING, objects, path))
+        return tree.merge(filled_tree(tree.tree, NOTHING, objects, path))
     return objects[tree.unique_key] if is_of(tree, "ShardedObject") else _held(tree)
 
 
@@ -314,6 +229,7 @@ class _MegatronAdapter(RestoreAdapter):
     def find_mismatches(self, entries: Mapping[str, Any]) -> list[str]:
         """Return the mismatches. Tensors whose length may differ are cut to the stored length."""
         common = f"{self.key}/{COMMON}"
+        self._drop_steps(entries)
         found = [
             f"{path}: in the application, but not in the snapshot"
             for path in self.live
@@ -328,23 +244,40 @@ class _MegatronAdapter(RestoreAdapter):
                 continue
             if not entry.is_tensor:
                 found.append(f"{path}: not a tensor in the snapshot")
-            elif held.flexible and tuple(entry.shape) != held.shape and len(entry.shape) == len(held.shape):
-                self._stored[path] = tuple(entry.shape)
-                self.live[path] = held.within(self._stored[path])
+                continue
+            shape = tuple(entry.shape)
+            if held.flexible and shape != held.shape and len(shape) == len(held.shape):
+                self._stored[path] = shape
+            self.live[path] = held.within(self._stored.get(path, held.shape))  # so `load_state` sees what was filled
+        for name, key in self.stateful.find_weights().items():
+            entry = entries.get(f"{self.key}/{encode_component(key)}")
+            if entry is not None and entry.is_tensor and entry.dtype != "float32":
+                found.append(
+                    f"{self.key}/{encode_component(name)}: the weights are the main parameters here, and the snapshot "
+                    f"has weights of {entry.dtype}"
+                )
         return found
+
+    def _drop_steps(self, entries: Mapping[str, Any]) -> None:
+        """Do without steps by name, which Megatron's own directories lack. The groups have them, too."""
+        for path in [path for path in self.live if path not in entries]:
+            if decode_component(path.partition("/")[2]).startswith(f"{STATE}{STEP}."):
+                del self.live[path]
 
     def find_unexpected(self, entries: Mapping[str, Any]) -> list[str]:
         """Return the tensors that the application lacks. Objects of other positions are skipped without an error."""
         assert isinstance(entries, dict)
         top = entries[self.key]
+        alike = {f"{self.key}/{encode_component(name)}" for name in self.stateful.find_weights()}
         unknown = {path for path in find_names_beneath(self.key, entries) or () if path not in self.live}
         objects = {path for path in unknown if path not in entries or not entries[path].is_tensor}
         if objects:
             for path in [path for path in entries if "/".join(path.split("/", 2)[:2]) in objects]:
                 del entries[path]
             entries[self.key] = top.without_children(f"{self.key}/{name}" in objects for name in top.components())
-            self._left = sorted(objects)
-        return sorted(unknown - objects)
+            groups = f"{self.key}/{encode_component(GROUPS)}" if self.stateful.has_optimizer else None
+            self._left = sorted(path for path in objects if groups is None or not path.startswith(groups))
+        return sorted(unknown - objects - alike)
 
     def load_state(self, state: Any, strict: bool) -> list[str]:
         """Load the state. Elements of live tensors beyond a shorter stored tensor are set to zero."""
@@ -354,7 +287,7 @@ class _MegatronAdapter(RestoreAdapter):
         for name in self._listed & state.keys():
             if state[name] is not self.state[name]:  # else it was not requested, and is the live object
                 state[name] = _only(state[name])
-        self.stateful.load_state_dict(state)
+        self.stateful.load_filled(state, {name for name in state if state[name] is not self.state.get(name)})
         return self._left
 
 
@@ -375,10 +308,16 @@ class MegatronState:
         sharded_state_dict: The state dict, or a function that creates it, called for each take and each restore.
         load: Function that a restore calls with the state dict that Megatron's own `load` would return. `loaded` has
             the same state dict.
+        optimizer: Megatron's distributed optimizer, or a chain of them. It must not be in the state dict: its main
+            parameters, moments and steps are stored as `optimizer.state.<param, exp_avg, ...>.<key of the model>`. So
+            they can be restored into any split. It may be new: a restore makes its state.
         pg: Process group of the participating ranks, if not all.
 
     Tensors are restored in place, into the `data` of each `ShardedTensor`; those without data get new host memory. Keys
     that are missing in the snapshot are an error, regardless of `strict`.
+
+    With `optimizer`, no collective of Megatron is called, and no tensor is gathered or copied. With
+    `overlap_param_gather`, save after `disable_forward_pre_hook(param_sync=True)`, as Megatron's own save does.
 
     >>> from snapshot import Snapshot
     >>> from snapshot_megatron.adapter import MegatronState
@@ -396,47 +335,98 @@ class MegatronState:
         sharded_state_dict: ShardedStateDict | Callable[[], ShardedStateDict],
         load: Callable[[dict[str, Any]], object] | None = None,
         *,
+        optimizer: Any = None,
         pg: ProcessGroup | None = None,
     ) -> None:
         self.loaded: dict[str, Any] | None = None
         """State dict of the last restore."""
         self._given = sharded_state_dict
         self._load = load
+        self._optimizer = optimizer
         self._pg = pg
         self._tree: Any = None
+        self._live: OptimizerState | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to store: tensors and objects by key, and on rank 0 the common state."""
-        parts = Parts(self._made())
+        tree, live = self._made(restoring=False)
+        parts = Parts(tree)
         state: dict[str, Any] = dict(parts.tensors)
         state |= {name: FromOneRank(each.data) for name, each in parts.objects.items() if is_main(each.replica_id)}
-        if ranks_of(self._pg).rank == 0:
-            state[COMMON] = FromOneRank(parts.common)
+        ranks, common = ranks_of(self._pg), parts.common
+        if live is not None:
+            _add_optimizer(state, live)
+            common = {**common, OPTIMIZER: live.common}
+            if live.groups:
+                state[f"{GROUPS}/shard_{ranks.rank}_{len(ranks.members)}"] = FromOneRank(live.groups)
+        if ranks.rank == 0:
+            state[COMMON] = FromOneRank(common)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Insert the common state and the objects into this rank's state dict, next to the restored tensors."""
-        tree = self._made() if self._tree is None else self._tree
-        self._tree = None
-        loaded = filled(tree, state_dict.get(COMMON, NOTHING), dict(state_dict))
+        self.load_filled(state_dict, set(state_dict))
+
+    def load_filled(self, state: Mapping[str, Any], filled: set[str]) -> None:
+        """Do what `load_state_dict` does. `filled` has the names that were requested."""
+        tree, live = self._made(restoring=True) if self._tree is None else (self._tree, self._live)
+        self._tree = self._live = None
+        common = state.get(COMMON, NOTHING)
+        groups = None
+        if live is not None and isinstance(common, dict) and OPTIMIZER in common:
+            groups = common[OPTIMIZER] if COMMON in filled else None
+            common = {name: each for name, each in common.items() if name != OPTIMIZER}
+        if live is not None:
+            names = live.tensors.keys() | Parts(tree).tensors.keys()
+            steps = f"{STATE}{STEP}."
+            load_optimizer(
+                live, groups, filled, all_filled=all(name in filled or name.startswith(steps) for name in names)
+            )
+        loaded = filled_tree(tree, common, dict(state))
         self.loaded = {} if loaded is NOTHING else loaded
         if self._load is not None:
             self._load(self.loaded)
 
-    def _made(self) -> Any:
+    def _made(self, *, restoring: bool) -> tuple[Any, OptimizerState | None]:
         given = self._given() if callable(self._given) else self._given
         if not isinstance(given, dict):
             raise SnapshotError(
                 f"MegatronState: sharded_state_dict must be a dict, got {with_article(type(given).__qualname__)}"
             )
-        return built(given)
+        if self._optimizer is None:
+            return built(given), None
+        if OPTIMIZER in given:
+            raise SnapshotError(
+                f"MegatronState: sharded_state_dict must not have the key {OPTIMIZER!r} if `optimizer` is given"
+            )
+        live = read_optimizer(self._optimizer, given, restoring=restoring)
+        return built(given), live
+
+    @property
+    def has_optimizer(self) -> bool:
+        """True if an optimizer was given."""
+        return self._optimizer is not None
+
+    def find_weights(self) -> dict[str, str]:
+        """Return the names of main parameters that are the weights themselves, and the keys of those."""
+        return {} if self._live is None else self._live.weights
 
     def find_places(self) -> dict[str, Any]:
         """Return the targets of a restore, with the live values."""
-        self._tree = self._made()
+        self._tree, self._live = self._made(restoring=True)
         parts = Parts(self._tree)
         for boxes in parts.tensors.values():
             for part in boxes.parts:
                 part.init_data("cpu")
         objects = {name: each.data for name, each in parts.objects.items()}
-        return {**parts.tensors, **objects, COMMON: parts.common}
+        places: dict[str, Any] = {**parts.tensors, **objects}
+        if self._live is not None:
+            _add_optimizer(places, self._live)
+        return {**places, COMMON: parts.common}
+
+
+def _add_optimizer(state: dict[str, Any], live: OptimizerState) -> None:
+    taken = sorted(name for name in state if name in live.tensors or name.startswith(f"{STATE}{PARAM}."))
+    if taken:
+        raise SnapshotError(f"{taken[0]}: the sharded state dict and `optimizer` both have this name")
+    state.update(live.tensors)
