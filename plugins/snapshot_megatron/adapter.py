@@ -12,18 +12,19 @@ from msgspec.structs import replace
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import RestoreError, SnapshotError
 from snapshot.manifest.paths import decode_component, encode_component
-from snapshot.state.flatten import MISSING
+from snapshot.state.flatten import MISSING, inflate_tree
 from snapshot.state.leaves import FromOneRank
 from snapshot.state.stateful import RestoreAdapter, find_names_beneath
 from snapshot.text import with_article
 from snapshot_megatron.boxes import MegatronBoxes, is_main, is_of
 from snapshot_megatron.distributed_optimizer import (
-    GROUPS,
+    GROUP,
     PARAM,
     STATE,
     STEP,
     OptimizerState,
     load_optimizer,
+    match_groups,
     read_optimizer,
 )
 
@@ -256,7 +257,20 @@ class _MegatronAdapter(RestoreAdapter):
                     f"{self.key}/{encode_component(name)}: the weights are the main parameters here, and the snapshot "
                     f"has weights of {entry.dtype}"
                 )
-        return found
+        return found + self._match_groups(entries)
+
+    def _match_groups(self, entries: Mapping[str, Any]) -> list[str]:
+        """Return why no stored group fits a live one. The groups of a pickle are not known yet."""
+        live, base = self.stateful.live_optimizer, f"{self.key}/{COMMON}/{OPTIMIZER}"
+        leaves = {path: entry for path, entry in entries.items() if path.startswith(f"{base}/")}
+        leaves = {path: entry for path, entry in leaves.items() if not entry.is_container}
+        if live is None or not leaves or not all(hasattr(entry, "value") for entry in leaves.values()):
+            return []
+        try:
+            match_groups(live, inflate_tree(base, entries, {path: entry.value() for path, entry in leaves.items()}))
+        except RestoreError as error:
+            return [str(error)]
+        return []
 
     def _drop_steps(self, entries: Mapping[str, Any]) -> None:
         """Do without steps by name, which Megatron's own directories lack. The groups have them, too."""
@@ -268,16 +282,20 @@ class _MegatronAdapter(RestoreAdapter):
         """Return the tensors that the application lacks. Objects of other positions are skipped without an error."""
         assert isinstance(entries, dict)
         top = entries[self.key]
-        alike = {f"{self.key}/{encode_component(name)}" for name in self.stateful.find_weights()}
         unknown = {path for path in find_names_beneath(self.key, entries) or () if path not in self.live}
+        if self.stateful.live_optimizer:
+            groups = f"{self.key}/{encode_component(GROUP)}"
+            unknown = {path for path in unknown if not path.startswith(groups)}
+        if self.stateful.restores_weights_alone():
+            main = f"{self.key}/{encode_component(f'{STATE}{PARAM}.')}"
+            unknown = {path for path in unknown if not path.startswith(main)}
         objects = {path for path in unknown if path not in entries or not entries[path].is_tensor}
         if objects:
             for path in [path for path in entries if "/".join(path.split("/", 2)[:2]) in objects]:
                 del entries[path]
             entries[self.key] = top.without_children(f"{self.key}/{name}" in objects for name in top.components())
-            groups = f"{self.key}/{encode_component(GROUPS)}" if self.stateful.has_optimizer else None
-            self._left = sorted(path for path in objects if groups is None or not path.startswith(groups))
-        return sorted(unknown - objects - alike)
+            self._left = sorted(objects)
+        return sorted(unknown - objects)
 
     def load_state(self, state: Any, strict: bool) -> list[str]:
         """Load the state. Elements of live tensors beyond a shorter stored tensor are set to zero."""
@@ -353,13 +371,12 @@ class MegatronState:
         parts = Parts(tree)
         state: dict[str, Any] = dict(parts.tensors)
         state |= {name: FromOneRank(each.data) for name, each in parts.objects.items() if is_main(each.replica_id)}
-        ranks, common = ranks_of(self._pg), parts.common
+        common = parts.common
         if live is not None:
             _add_optimizer(state, live)
+            state = dict(sorted({**state, **live.groups}.items()))  # in the same order in each split
             common = {**common, OPTIMIZER: live.common}
-            if live.groups:
-                state[f"{GROUPS}/shard_{ranks.rank}_{len(ranks.members)}"] = FromOneRank(live.groups)
-        if ranks.rank == 0:
+        if ranks_of(self._pg).rank == 0:
             state[COMMON] = FromOneRank(common)
         return state
 
@@ -403,13 +420,18 @@ class MegatronState:
         return built(given), live
 
     @property
-    def has_optimizer(self) -> bool:
-        """True if an optimizer was given."""
-        return self._optimizer is not None
+    def live_optimizer(self) -> OptimizerState | None:
+        """Targets of the restore that is in progress; None if no optimizer was given."""
+        return self._live
 
     def find_weights(self) -> dict[str, str]:
         """Return the names of main parameters that are the weights themselves, and the keys of those."""
         return {} if self._live is None else self._live.weights
+
+    def restores_weights_alone(self) -> bool:
+        """Return True if no main parameter is a tensor of its own here, as in float32."""
+        live = self._live
+        return live is not None and all(run.is_shared for run in live.runs)
 
     def find_places(self) -> dict[str, Any]:
         """Return the targets of a restore, with the live values."""

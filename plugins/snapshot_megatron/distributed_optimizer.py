@@ -10,7 +10,7 @@ Nothing of Megatron is imported here. Versions are told apart by what their obje
 from __future__ import annotations
 
 import inspect
-import json
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,8 +32,10 @@ PREFIX = "optimizer."
 STATE = f"{PREFIX}state."
 """Beginning of `optimizer.state.<param, exp_avg, ...>.<key of the model>`, as in Megatron's own directories."""
 PARAM, STEP = "param", "step"
-GROUPS = f"{PREFIX}groups"
-"""Beginning of the names of the texts that say which parameters are in which group: one of each rank that has any."""
+GROUP = f"{PREFIX}group."
+"""Beginning of `optimizer.group.<key of the model>`: for each layer, the numbers of its group in `GROUP_NUMBERS`."""
+GROUP_NUMBERS = ("wd_mult", "lr_mult", "is_decoupled_lr")
+"""What another optimizer needs to know of the group of a parameter. NaN stands for a value that a group lacks."""
 KNOWN = "written for megatron-core 0.15 to 0.20"
 PROBED = 16
 """Elements of each run that are compared with the model's weights."""
@@ -119,8 +121,8 @@ class OptimizerState:
     """What one rank has of an optimizer, by the names of a checkpoint."""
 
     tensors: dict[str, RunBoxes]
-    groups: str
-    """The groups of the parameters whose first element this rank stores, as text; empty if there are none."""
+    groups: dict[str, RunBoxes]
+    """The numbers of the groups of parameters, which no restore into an optimizer of Megatron needs."""
     common: Any
     """Groups and scaler, as Megatron's `state_dict()` has them."""
     optimizers: list[Any]
@@ -149,10 +151,9 @@ def read_optimizer(optimizer: Any, tree: Any, *, restoring: bool) -> OptimizerSt
     runs = [run for each in optimizers for run in _find_runs(each, places)]
     if not restoring:
         _expect_weights(runs, SnapshotError, "nothing was saved")
-    state = OptimizerState({}, "", _common_of(optimizer, optimizers), optimizers, runs, [], [])
+    state = OptimizerState({}, {}, _common_of(optimizer, optimizers), optimizers, runs, [], [])
     layouts: dict[int, list[_Part]] = {}
     fresh: dict[int, Any] = {}
-    indices: dict[str, dict[str, list[list[int]]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
         if id(run.place) not in layouts:
             layouts[id(run.place)] = _split_parameter(run.place)
@@ -167,8 +168,7 @@ def read_optimizer(optimizer: Any, tree: Any, *, restoring: bool) -> OptimizerSt
                 made = RunBoxes(key, part.shape, held.dtype, part.flexible)
                 view = _view_piece(held.view(run.end - run.begin), part.leading, at)
                 _add_view(state.tensors, made, (box, view), stored=_is_stored(run, part))
-        _add_steps(state, run, pieces, indices)
-    state.groups = json.dumps([[json.loads(group), keys] for group, keys in indices.items()]) if indices else ""
+        _add_steps(state, run, pieces)
     return state
 
 
@@ -423,20 +423,32 @@ def _is_stored(run: _Run, part: _Part) -> bool:
 # Steps and groups
 
 
-def _add_steps(state: OptimizerState, run: _Run, pieces: Sequence[Any], indices: Any) -> None:
-    """Add the step of a run, a number for each layer, and the groups of the layers whose first element is here."""
-    steps = _step_of(run, state)
+def _add_steps(state: OptimizerState, run: _Run, pieces: Sequence[Any]) -> None:
+    """Add the step of a run and the numbers of its group, for each layer. The rank with the first element stores them.
+
+    So the values are the same in each split.
+    """
+    steps, numbers = _step_of(run, state), None
     seen: set[tuple[str, Shape]] = set()
     for part, box, _ in pieces:
         lead, rest = box.offsets[: part.leading], box.offsets[part.leading :]
         is_first = not any(rest)
-        if is_first and _is_stored(run, part):
-            indices[json.dumps(_identify(run.group), sort_keys=True)][part.key].append(list(lead))
-        if steps is not None and ((part.key, lead) not in seen or is_first):
-            seen.add((part.key, lead))
-            made = RunBoxes(f"{STATE}{STEP}.{part.key}", part.shape[: part.leading], steps.dtype, False)
-            view = Box(lead, (1,) * part.leading), steps.view((1,) * part.leading)
-            _add_view(state.tensors, made, view, stored=is_first and _is_stored(run, part))
+        if not is_first and (part.key, lead) in seen:
+            continue
+        seen.add((part.key, lead))
+        stored, ones, shape = is_first and _is_stored(run, part), (1,) * part.leading, part.shape[: part.leading]
+        if steps is not None:
+            made = RunBoxes(f"{STATE}{STEP}.{part.key}", shape, steps.dtype, False)
+            _add_view(state.tensors, made, (Box(lead, ones), steps.view(ones)), stored=stored)
+        if stored:
+            if numbers is None:
+                found = (run.group.get(name, run.group.get(f"pre_{name}")) for name in GROUP_NUMBERS)
+                numbers = torch.tensor(
+                    [math.nan if each is None else float(each) for each in found], dtype=torch.float64
+                )
+            made = RunBoxes(f"{GROUP}{part.key}", (*shape, len(numbers)), numbers.dtype, False)
+            view = Box((*lead, 0), (*ones, len(numbers))), numbers.view((*ones, len(numbers)))
+            _add_view(state.groups, made, view, stored=True)
 
 
 def _step_of(run: _Run, state: OptimizerState) -> torch.Tensor | None:

@@ -172,7 +172,7 @@ class Job:
                         group, number = optimizer.model_param_group_index_map[parameter]
                         main = optimizer.optimizer.param_groups[group]["params"][number]
                         run = ranges["param"]
-                        yield parameter, run.start, run.end, main, optimizer.optimizer.state[main]
+                        yield parameter, run.start, run.end, main, optimizer.optimizer.state.get(main, {})
 
     def expect(self, steps):
         """Raise if main parameters, moments, steps or weights differ in one bit from `truth`."""
@@ -232,6 +232,13 @@ def slices(part):
     return tuple(slice(begin, begin + size) for begin, size in zip(part.global_offset, sizes, strict=True))
 
 
+def _destroy_groups():
+    """Destroy the groups of the last job, which Megatron leaves behind. Each has threads and sockets."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
 def build(layout=Layout()):
     """Return a `Job` on each rank of the default process group, in the place of the last one."""
     import_megatron()
@@ -246,6 +253,7 @@ def build(layout=Layout()):
     from megatron.core.transformer.module import Float16Module
 
     parallel_state.destroy_model_parallel()
+    _destroy_groups()
     virtual = {"virtual_pipeline_model_parallel_size": layout.virtual} if layout.virtual else {}
     parallel_state.initialize_model_parallel(
         layout.tensor, layout.pipeline, expert_model_parallel_size=layout.expert,

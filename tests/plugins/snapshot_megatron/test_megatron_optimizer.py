@@ -1,0 +1,282 @@
+"""Megatron-core's distributed optimizer on four real ranks: what one split saves, another goes on with, bit for bit."""
+
+import importlib.util
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from snapshot import RestoreError, RestoreOptions, Snapshot, SnapshotError
+from snapshot_megatron.adapter import MegatronState
+from tests.helpers.rank_pool import Pool
+from tests.plugins.snapshot_megatron.megatron_models import STATES, STEPS, Layout, build, truth
+
+pytestmark = [pytest.mark.libraries, pytest.mark.timeout(300)]
+
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+SPLITS = {
+    "data": Layout(bucket=3000),
+    "tensor": Layout(tensor=2),
+    "pipeline": Layout(pipeline=2),
+    "both": Layout(tensor=2, pipeline=2),
+    "virtual": Layout(pipeline=2, virtual=2),
+}
+
+
+@pytest.fixture(scope="module")
+def four():
+    with Pool(4) as pool:
+        yield pool
+
+
+def state_of(job):
+    """The whole state of a training, as an application would describe it."""
+
+    def make():
+        return {**job.model_state(), "scheduler": job.scheduler.state_dict()}
+
+    return MegatronState(make, lambda state: job.scheduler.load_state_dict(state["scheduler"]), optimizer=job.optimizer)
+
+
+def trained(layout):
+    job = build(layout)
+    job.start()
+    job.train()
+    job.expect(STEPS)
+    return job
+
+
+def take(path, layout):
+    job = trained(layout)
+    Snapshot.take(path, {"megatron": state_of(job)})
+    return job
+
+
+def resume(path, layout):
+    """Restore into a new job, and make one more step."""
+    job = build(layout)
+    report = Snapshot(path).restore({"megatron": state_of(job)})
+    assert not [line for line in report.skipped if "optimizer" in line.path], report
+    job.expect(STEPS)
+    assert job.scheduler.num_steps == STEPS
+    job.train(1, first=STEPS)
+    job.expect(STEPS + 1)
+
+
+def _resume_all(path, saved, others):
+    take(path, saved)
+    for each in others:
+        resume(path, each)
+
+
+@pytest.mark.parametrize("saved", ["data", "tensor", "both", "virtual"])
+def test_megatron_optimizer_goes_on_in_every_other_split(four, tmp_path, saved):
+    four.run(_resume_all, str(tmp_path / "s"), SPLITS[saved], list(SPLITS.values()))
+    snapshot = Snapshot(tmp_path / "s")
+    assert snapshot.verify().ok
+    entries = snapshot.get_manifest()
+    key = "decoder.layers.mlp.linear_fc1.weight"
+    assert entries[f"0/megatron/optimizer.state.exp_avg.{key}"].shape == (4, 80, 24)
+    assert snapshot.read_object(f"megatron/optimizer.state.step.{key}").tolist() == [STEPS] * 4
+    assert not [path for path, entry in entries.items() if type(entry).__name__ == "ObjectEntry"]  # no pickle
+    expected = truth(key, (4, 80, 24), 2, STEPS)
+    for name in STATES:  # without Megatron
+        assert torch.equal(snapshot.read_object(f"megatron/optimizer.state.{name}.{key}"), expected[name])
+
+
+@pytest.mark.parametrize(
+    ("saved", "others"),
+    [
+        (Layout(pipeline=2, tied=True), [Layout(tied=True), Layout(tensor=2, pipeline=2, tied=True)]),
+        (Layout(expert=2, experts=True), [Layout(experts=True), Layout(expert=4, experts=True)]),
+        (Layout(instances=2), [Layout(tensor=2), Layout(instances=2, pipeline=2)]),
+        (Layout(bf16=False), [Layout(bf16=False, pipeline=2), Layout(bf16=False, tensor=2)]),
+    ],
+    ids=["tied", "experts", "instances", "float32"],
+)
+def test_megatron_optimizer_of_other_models_goes_on_in_other_splits(four, tmp_path, saved, others):
+    four.run(_resume_all, str(tmp_path / "s"), saved, others)
+
+
+def _restore_before_the_first_step(path):
+    job = build(SPLITS["data"])
+    job.start()
+    Snapshot.take(path, {"megatron": state_of(job)})
+    assert not any(optimizer.optimizer.state for optimizer in job.optimizers())  # a take makes no state
+    job = build(SPLITS["tensor"])
+    Snapshot(path).restore({"megatron": state_of(job)})
+    job.train()
+    job.expect(STEPS)
+
+
+def test_megatron_optimizer_without_a_step_is_saved_and_restored(four, tmp_path):
+    four.run(_restore_before_the_first_step, str(tmp_path / "s"))
+
+
+def _count_calls(path):
+    job = trained(SPLITS["both"])
+    names = [
+        name
+        for name in dir(dist)
+        if callable(getattr(dist, name))
+        and re.match("all_|broadcast|gather|reduce|scatter|barrier|send|recv|isend|irecv", name)
+    ]
+    called, kept = [], {}
+    for name in names:
+        kept[name] = getattr(dist, name)
+        for module in (dist, dist.distributed_c10d):
+            setattr(module, name, lambda *_, name=name, **__: called.append(name))
+    try:
+        Snapshot.take(path, {"megatron": state_of(job)})
+        Snapshot(path).restore({"megatron": state_of(job)})
+    finally:
+        for name, function in kept.items():
+            for module in (dist, dist.distributed_c10d):
+                setattr(module, name, function)
+    job.expect(STEPS)
+    return len(names), called
+
+
+def test_megatron_optimizer_is_saved_and_restored_without_a_collective(four, tmp_path):
+    for names, called in four.run(_count_calls, str(tmp_path / "s")):
+        assert names > 10
+        assert called == []
+
+
+def _take_while_training(path):
+    job = trained(SPLITS["data"])
+    pending = Snapshot.async_take(path, {"megatron": state_of(job)})
+    job.train(1, first=STEPS)
+    pending.wait()
+    resume(path, SPLITS["tensor"])
+
+
+def test_megatron_optimizer_async_take_has_the_step_of_the_call(four, tmp_path):
+    four.run(_take_while_training, str(tmp_path / "s"))
+
+
+def _take_both(path):
+    take(f"{path}/data", SPLITS["data"])
+    take(f"{path}/virtual", SPLITS["virtual"])
+
+
+def test_megatron_optimizer_diff_of_two_splits_of_a_step_is_empty(four, tmp_path):
+    four.run(_take_both, str(tmp_path))
+    assert Snapshot.diff(tmp_path / "data", tmp_path / "virtual").same
+
+
+def _selected(path):
+    take(path, SPLITS["data"])
+    job = build(SPLITS["tensor"])
+    Snapshot(path).restore(
+        {"megatron": state_of(job)}, options=RestoreOptions(exclude=["megatron/optimizer*", "megatron/common_state*"])
+    )
+    assert not any(optimizer.optimizer.state for optimizer in job.optimizers())
+    parameter, sharded = job.parameters()[0]
+    expected = job.local(sharded, lambda *at: truth(*at, STEPS)["param"])
+    assert torch.equal(parameter.detach(), expected.to(parameter.dtype))
+
+
+def test_megatron_optimizer_excluded_from_a_restore_is_untouched(four, tmp_path):
+    four.run(_selected, str(tmp_path / "s"))
+
+
+def _fingerprint(job):
+    held = [tensor.clone() for _, _, _, main, state in job.runs() for tensor in (main.detach(), *state.values())]
+    return held + [parameter.detach().clone() for parameter, _ in job.parameters()]
+
+
+def _refuse(path, change, error, words):
+    state = change(trained(SPLITS["both"]))
+    with pytest.raises(error, match=words):
+        Snapshot.take(f"{path}/bad", {"megatron": state})
+
+
+def _shuffle(job):
+    """Exchange two runs of the same length, as a version with another order would."""
+    for optimizer in job.optimizers():
+        for bucket in (b for buffer in optimizer.gbuf_ranges for buckets in buffer.values() for b in buckets):
+            sizes = {}
+            for parameter, ranges in bucket["param_map"].items():
+                other = sizes.setdefault((ranges["param"].start, ranges["param"].end), parameter)
+                if other is not parameter and other.dim() > 1:
+                    places = optimizer.model_param_group_index_map
+                    places[other], places[parameter] = places[parameter], places[other]
+                    return state_of(job)
+    raise AssertionError("no two runs are alike")
+
+
+def _rename(job):
+    for optimizer in job.optimizers():
+        optimizer.ranges_of_buffers = optimizer.__dict__.pop("gbuf_ranges")
+    return state_of(job)
+
+
+def _is_precise(job):
+    for optimizer in job.optimizers():
+        optimizer.config.use_precision_aware_optimizer = True
+    return state_of(job)
+
+
+def _copied(job):
+    """A factory that transposes, as that of the experts of one large matrix did."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    def build_fn(key, tensor, replica, _):
+        return ShardedTensor.from_rank_offsets(key, tensor.t().contiguous(), replica_id=replica)
+
+    def make():
+        state = job.model_state()
+        name, held = next((n, s) for n, s in state["model"].items() if n.endswith("linear_proj.weight"))
+        state["model"][name] = ShardedTensorFactory(
+            f"{name}.t", held.data, build_fn, lambda tree: tree, held.replica_id
+        )
+        return state
+
+    return MegatronState(make, optimizer=job.optimizer)
+
+
+def _without_parameters(job):
+    return MegatronState({"iteration": 3}, optimizer=job.optimizer)
+
+
+def _with_bfloat16_moments(job):
+    for _, _, _, _, state in job.runs():
+        state["exp_avg"] = state["exp_avg"].bfloat16()
+        break
+    return state_of(job)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_shuffle, "not those of the model's weights"),
+        (_rename, "DistributedOptimizer has no gbuf_ranges"),
+        (_is_precise, "use_precision_aware_optimizer"),
+        (_copied, r"linear_proj\.weight.*copies or transposes"),
+        (_with_bfloat16_moments, r"optimizer\.state\.exp_avg\..* must be a flat float32 tensor"),
+        (_without_parameters, "is not in the sharded state dict"),
+    ],
+)
+def test_megatron_optimizer_of_unknown_structure_is_refused_by_name(four, tmp_path, change, words):
+    four.run(_refuse, str(tmp_path), change, SnapshotError, words)
+    assert not (tmp_path / "bad" / "manifest.json").exists()
+
+
+def _refuse_groups(path):
+    take(path, SPLITS["data"])
+    other = build(SPLITS["tensor"])
+    for optimizer in other.optimizers():
+        optimizer.optimizer.param_groups[0]["wd_mult"] = 0.25
+    held = _fingerprint(other)
+    with pytest.raises(RestoreError, match=r"no stored group fits.*wd_mult': 0\.25"):
+        Snapshot(path).restore({"megatron": state_of(other)})
+    assert all(map(torch.equal, held, _fingerprint(other)))
+    assert not any(optimizer.optimizer.state for optimizer in other.optimizers())
+
+
+def test_megatron_optimizer_with_an_unknown_group_is_refused_before_it_is_touched(four, tmp_path):
+    four.run(_refuse_groups, str(tmp_path / "s"))
