@@ -9,6 +9,7 @@ Bridge decides what a checkpoint contains, and keeps its trackers and its retent
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -26,13 +27,15 @@ from snapshot.interop.handover import is_snapshot
 from snapshot.interop.objects import build_objects
 from snapshot.save.take_options import TAKE_OPTIONS, TakeOptions
 from snapshot.snapshot import PendingSnapshot, Snapshot
-from snapshot_megatron.adapter import COMMON, MegatronState
+from snapshot_megatron.adapter import COMMON, OPTIMIZER, MegatronState
 
 KEY = "megatron"
 """Key of the state in a snapshot."""
 _BRIDGE = "megatron.bridge.training.checkpointing"
 _METADATA = "content_metadata"
 """Megatron-core's key for the description of the sharding, next to the common state."""
+_OWN = "snapshot_optimizer"
+"""Key in that description: the optimizer is stored as tensors of the model."""
 _STRICT = ("raise_unexpected", "raise_all")
 _CALLED = {
     "save": ("sharded_state_dict", "checkpoint_dir", "content_metadata", "async_sharded_save"),
@@ -48,8 +51,10 @@ class SnapshotCheckpointManager:
     """Saves and loads the checkpoints of Megatron-Bridge, of format `torch_dist`.
 
     Each iteration's folder is a snapshot. It can be loaded with any split and number of ranks that Bridge can change
-    to. With `async_save`, the snapshot is written by threads while training continues, and Bridge's trackers name it
-    after its commit. Checkpoints that Bridge itself wrote are loaded as before. Local checkpoints are not changed.
+    to. The distributed optimizer is saved and loaded without Megatron's gather, also into another split.
+
+    With `async_save`, the snapshot is written by threads while training continues, and Bridge's trackers name it after
+    its commit. Checkpoints that Bridge itself wrote are loaded as before. Local checkpoints are not changed.
 
     Args:
         checkpoint_config: Bridge's `CheckpointConfig`.
@@ -75,7 +80,9 @@ class SnapshotCheckpointManager:
             if hasattr(bridge, "get_default_load_sharded_strategy"):  # version 0.4
                 bridge.get_default_load_sharded_strategy = partial(_strategy, bridge.get_default_load_sharded_strategy)
         bridge.dist_checkpointing.options = replace(self.options, allow_pickle="error")
-        self._saves: list[_Save] = bridge.dist_checkpointing.saves
+        self._storage: _Storage = bridge.dist_checkpointing
+        self._saves: list[_Save] = self._storage.saves
+        self._is_local = getattr(checkpoint_config, "non_persistent_ckpt_type", None) == "local"
         self._bridge = bridge.DefaultCheckpointManager(checkpoint_config)
 
     @property
@@ -86,11 +93,13 @@ class SnapshotCheckpointManager:
 
     def save(self, ctx: Any, *more: Any) -> None:
         """Save what Bridge saves. `more` has the callbacks, since version 0.5."""
-        self._bridge.save(ctx, *more)
+        is_local = self._is_local and getattr(ctx, "non_persistent_ckpt", False)
+        self._bridge.save(ctx if is_local else _with_runs(ctx, lambda: True), *more)
 
     def load(self, ctx: Any) -> tuple[int, int]:
         """Load what Bridge loads. Return the iteration, and the number of floating point operations so far."""
-        found: tuple[int, int] = self._bridge.load(ctx)
+        self._storage.has_runs = False
+        found: tuple[int, int] = self._bridge.load(_with_runs(ctx, lambda: self._storage.has_runs))
         return found
 
     def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:
@@ -123,12 +132,62 @@ class _Save:
         self.finalize_fns.append(fn)
 
 
+class _Runs:
+    """Stands for the state of an optimizer in the sharded state dict that Bridge makes."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+
+class _Optimizer:
+    """A distributed optimizer whose state a `MegatronState` saves and restores, if `has_runs()` is true."""
+
+    def __init__(self, original: Any, has_runs: Callable[[], bool]) -> None:
+        self._original = original
+        self._has_runs = has_runs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def sharded_state_dict(self, *state: Any, **options: Any) -> Any:
+        """Return a mark instead of what Megatron gathers, or of what is of one split."""
+        return _Runs(self._original) if self._has_runs() else self._original.sharded_state_dict(*state, **options)
+
+    def load_state_dict(self, state: Any) -> None:
+        """Do nothing with a mark: the restore has filled the optimizer."""
+        if not isinstance(state, _Runs):
+            self._original.load_state_dict(state)
+
+
+def _with_runs(context: Any, has_runs: Callable[[], bool]) -> Any:
+    """Return a context with such an optimizer. Other kinds of optimizers stay."""
+    optimizer = context.optimizer
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    if not parts or not all(
+        hasattr(each, "gbuf_ranges") or getattr(each, "is_stub_optimizer", False) for each in parts
+    ):
+        return context
+    made = copy.copy(context)
+    made.optimizer = _Optimizer(optimizer, has_runs)
+    return made
+
+
+def _take_runs(state: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Return a sharded state dict without the mark of an optimizer, and that optimizer."""
+    mark = state.get(OPTIMIZER)
+    if not isinstance(mark, _Runs):
+        return dict(state), None
+    return {name: value for name, value in state.items() if name != OPTIMIZER}, mark.optimizer
+
+
 class _Storage:
     """Megatron-core's `dist_checkpointing`, for snapshots. Other folders, and other functions, are left to it."""
 
     def __init__(self, original: Any) -> None:
         self.options = TAKE_OPTIONS
         self.saves: list[_Save] = []
+        self.has_runs = False
+        """True if the checkpoint that is being loaded has the optimizer as tensors of the model."""
         self._original = original
 
     def __getattr__(self, name: str) -> Any:
@@ -146,7 +205,14 @@ class _Storage:
         content_metadata: Mapping[str, Any] | None = None,
         **__: Any,
     ) -> _Save | None:
-        state = MegatronState({**sharded_state_dict, _METADATA: content_metadata})
+        tree, optimizer = _take_runs(sharded_state_dict)
+        if optimizer is not None:  # Bridge looks for the kind, and refuses to load others in another split
+            content_metadata = {
+                **(content_metadata or {}),
+                "distrib_optim_sharding_type": "fully_reshardable",
+                _OWN: True,
+            }
+        state = MegatronState({**tree, _METADATA: content_metadata}, optimizer=optimizer)
         take: Any = Snapshot.async_take if async_sharded_save else Snapshot.take
         taken = take(str(checkpoint_dir), {KEY: state}, overwrite=True, options=self.options)
         return _Save(taken) if isinstance(taken, PendingSnapshot) else None
@@ -154,7 +220,10 @@ class _Storage:
     def load_common_state_dict(self, checkpoint_dir: Any) -> Any:
         if not is_snapshot(checkpoint_dir):
             return self._original.load_common_state_dict(checkpoint_dir)
-        return build_objects(Snapshot(checkpoint_dir).read_object(f"{KEY}/{COMMON}"), str(checkpoint_dir), _find_enum)
+        stored = Snapshot(checkpoint_dir).read_object(f"{KEY}/{COMMON}")
+        common = build_objects(stored, str(checkpoint_dir), _find_enum)
+        self.has_runs = bool((common.get(_METADATA) or {}).get(_OWN))
+        return common
 
     def load(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, *more: Any, strict: Any = None, **options: Any
@@ -162,9 +231,11 @@ class _Storage:
         if not is_snapshot(checkpoint_dir):
             options |= {} if strict is None else {"strict": strict}
             return self._original.load(sharded_state_dict, checkpoint_dir, *more, **options)
-        state = MegatronState(sharded_state_dict)
+        tree, optimizer = _take_runs(sharded_state_dict)
+        state = MegatronState(tree, optimizer=optimizer)
         Snapshot(checkpoint_dir).restore({KEY: state}, strict=getattr(strict, "value", strict) in _STRICT)
-        return build_objects(state.loaded, str(checkpoint_dir), _find_enum)
+        loaded = build_objects(state.loaded, str(checkpoint_dir), _find_enum)
+        return loaded if optimizer is None else {**loaded, OPTIMIZER: sharded_state_dict[OPTIMIZER]}
 
 
 def _schedule(original: Callable[..., object], global_state: Any, async_request: Any) -> None:

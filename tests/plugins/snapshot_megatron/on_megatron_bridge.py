@@ -76,6 +76,7 @@ from snapshot_megatron.bridge import SnapshotCheckpointManager
 from tests.helpers import megatron_dirs
 from tests.helpers.forked_ranks import fork_ranks
 from tests.helpers.megatron_dirs import Split, sharded
+from tests.plugins.snapshot_megatron.megatron_models import STEPS, Layout, build
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 register_allowed_target_prefix("snapshot_megatron.")  # which versions since 0.5 require
@@ -368,3 +369,58 @@ def test_megatron_bridge_unknown_version_is_refused(monkeypatch):
     monkeypatch.setattr(checkpointing, "dist_checkpointing", SimpleNamespace(save=lambda state: None))
     with pytest.raises(SnapshotError, match=r"has no save\(sharded_state_dict, .*written for Megatron-Bridge 0\.4"):
         SnapshotCheckpointManager(SimpleNamespace(ckpt_format="torch_dist"))
+
+
+class JobModel(torch.nn.Module):
+    """The model of a job with the distributed optimizer."""
+
+    def __init__(self, job):
+        super().__init__()
+        self.job = job
+
+    def sharded_state_dict(self, **options):
+        return self.job.model_state()["model"]
+
+    def load_state_dict(self, state, strict=True):
+        assert state.keys()
+
+
+def start_job(folder, layout, **changes):
+    """Return a job, and what `start` does for it: with a real model, optimizer and scheduler."""
+    job = build(layout)
+    data = dist.get_world_size() // layout.tensor // layout.pipeline
+    split = Split(layout.tensor, layout.pipeline, data, dist.get_rank())
+    manager, save, load = start(folder, split, **changes)
+    save.state.cfg.optimizer.use_distributed_optimizer = True
+    for context in (save, load):
+        context.model, context.optimizer, context.opt_param_scheduler = [JobModel(job)], job.optimizer, job.scheduler
+    return job, manager, save, load
+
+
+def _save_job(folder, layout, asynchronous):
+    job, manager, context, _ = start_job(folder, layout, async_save=asynchronous)
+    job.start()
+    job.train()
+    context.state.train_state.step = STEPS
+    for optimizer in job.optimizers():  # what would gather, or is of one split
+        optimizer.sharded_state_dict = optimizer.get_parameter_state_dp_zero = None
+    manager.save(context, *([None] if hasattr(checkpointing, "CallbackManager") and _takes_callbacks() else []))
+    manager.finalize_async_saves(context.state, blocking=True, terminate=True)
+
+
+def _load_job(folder, layout):
+    job, manager, _, context = start_job(folder, layout)
+    assert manager.load(context) == (STEPS, 12)
+    job.expect(STEPS)
+    assert job.scheduler.num_steps == STEPS
+    job.train(1, first=STEPS)
+    job.expect(STEPS + 1)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_megatron_bridge_loads_the_distributed_optimizer_in_another_split(tmp_path, asynchronous):
+    fork_ranks(2, tmp_path, _save_job, tmp_path / "run", Layout(bucket=3000), asynchronous)
+    for world, layout in ((2, Layout()), (2, Layout(tensor=2)), (4, Layout(tensor=2, pipeline=2))):
+        fork_ranks(world, tmp_path, _load_job, tmp_path / "run", layout)
+    names = Snapshot(tmp_path / "run" / f"iter_{STEPS:07d}").get_manifest()
+    assert "0/megatron/optimizer.state.exp_avg.embedding.word_embeddings.weight" in names
