@@ -23,7 +23,8 @@ class _Anything:
 
 def _named(name):
     if name[0].isupper():  # a class, of which others may be made
-        return type(name, (), {"__class_getitem__": classmethod(lambda cls, item: cls)})
+        accepted = {"__init__": lambda self, *_, **__: None, "__class_getitem__": classmethod(lambda cls, item: cls)}
+        return type(name, (), accepted)
     return _Anything()
 
 
