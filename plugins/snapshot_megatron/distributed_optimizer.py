@@ -150,7 +150,7 @@ def read_optimizer(optimizer: Any, tree: Any, *, restoring: bool) -> OptimizerSt
     optimizers = _list_optimizers(optimizer)
     runs = [run for each in optimizers for run in _find_runs(each, places)]
     if not restoring:
-        _expect_weights(runs, SnapshotError, "nothing was saved")
+        _expect_weights(runs, SnapshotError)
     state = OptimizerState({}, {}, _common_of(optimizer, optimizers), optimizers, runs, [], [])
     layouts: dict[int, list[_Part]] = {}
     fresh: dict[int, Any] = {}
@@ -198,7 +198,7 @@ def load_optimizer(state: OptimizerState, common: Any, filled: set[str], *, all_
         if any(name.startswith(f"{STATE}{STEP}.") for name in filled):
             run.group[STEP] = int(held.item())
     if all_filled:
-        _expect_weights(state.runs, RestoreError, "the tensors were restored, and cannot be used")
+        _expect_weights(state.runs, RestoreError)
 
 
 # Places of parameters in the checkpoint
@@ -573,7 +573,7 @@ def _load_scalers(optimizers: Sequence[Any], common: Any) -> None:
             scaler.load_state_dict(stored["grad_scaler"])
 
 
-def _expect_weights(runs: Sequence[_Run], error: type[SnapshotError], rest: str) -> None:
+def _expect_weights(runs: Sequence[_Run], error: type[SnapshotError]) -> None:
     """Raise unless some elements of each run are those of the model's weights, which a changed order would not have.
 
     A rank's own run of the weights is always as new as its main parameters.
@@ -588,10 +588,16 @@ def _expect_weights(runs: Sequence[_Run], error: type[SnapshotError], rest: str)
         equal.append(((main == weights) | (main.isnan() & weights.isnan())).all())
     agreed = torch.stack(equal).tolist() if equal else []
     differing = [run.place.key for run, fits in zip(runs, agreed, strict=True) if not fits]
-    if differing:
-        text = (
-            f"{differing[0]}: the main parameters of the distributed optimizer are not those of the model's weights, "
-            f"so its order is unknown, or the weights were changed without reload_model_params(); {rest}; "
-            f"MegatronState(optimizer=...) was {KNOWN}"
+    if not differing:
+        return
+    what = f"{differing[0]}: the main parameters of the distributed optimizer are not those of the model's weights"
+    if error is RestoreError:
+        raise RestoreError(
+            f"{what}: the tensors were restored, and must not be used; the checkpoint is wrong, as fully_reshardable "
+            "directories of megatron-core before 0.20 may be, or the order of this version's optimizer is not known",
+            differing,
         )
-        raise error(text, differing) if error is RestoreError else error(text)
+    raise SnapshotError(
+        f"{what}: the weights were changed without reload_model_params(), or the order of this version's optimizer is "
+        f"not known; MegatronState(optimizer=...) was {KNOWN}"
+    )

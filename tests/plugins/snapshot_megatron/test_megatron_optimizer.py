@@ -2,6 +2,8 @@
 
 import importlib.util
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from snapshot import RestoreError, RestoreOptions, Snapshot, SnapshotError
 from snapshot_megatron.adapter import MegatronState
 from tests.helpers.rank_pool import Pool
+from tests.plugins.snapshot_megatron.megatron_jobs import resume, state_of, take, trained
 from tests.plugins.snapshot_megatron.megatron_models import STATES, STEPS, Layout, build, truth
 
 pytestmark = [pytest.mark.libraries, pytest.mark.timeout(300)]
@@ -30,40 +33,6 @@ SPLITS = {
 def four():
     with Pool(4) as pool:
         yield pool
-
-
-def state_of(job):
-    """The whole state of a training, as an application would describe it."""
-
-    def make():
-        return {**job.model_state(), "scheduler": job.scheduler.state_dict()}
-
-    return MegatronState(make, lambda state: job.scheduler.load_state_dict(state["scheduler"]), optimizer=job.optimizer)
-
-
-def trained(layout):
-    job = build(layout)
-    job.start()
-    job.train()
-    job.expect(STEPS)
-    return job
-
-
-def take(path, layout):
-    job = trained(layout)
-    Snapshot.take(path, {"megatron": state_of(job)})
-    return job
-
-
-def resume(path, layout):
-    """Restore into a new job, and make one more step."""
-    job = build(layout)
-    report = Snapshot(path).restore({"megatron": state_of(job)})
-    assert not [line for line in report.skipped if "optimizer" in line.path], report
-    job.expect(STEPS)
-    assert job.scheduler.num_steps == STEPS
-    job.train(1, first=STEPS)
-    job.expect(STEPS + 1)
 
 
 def _resume_all(path, saved, others):
@@ -114,6 +83,34 @@ def _restore_before_the_first_step(path):
 
 def test_megatron_optimizer_without_a_step_is_saved_and_restored(four, tmp_path):
     four.run(_restore_before_the_first_step, str(tmp_path / "s"))
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    """Directories that Megatron wrote in another process: its writer forks."""
+    folder = tmp_path_factory.mktemp("megatron")
+    program = [sys.executable, "-m", "tests.plugins.snapshot_megatron.megatron_models"]
+    for name, options in (("right", ["--tensor", "2"]), ("wrong", ["--bucket", "3000"])):
+        more = ["--world", "2", "--kinds", "fully_reshardable", *options]
+        subprocess.run([*program, folder / name, *more], check=True, capture_output=True, timeout=300)
+    return folder
+
+
+def test_megatron_state_restores_the_optimizer_of_a_directory_of_megatron(four, directories):
+    place = str(directories / "right" / "fully_reshardable" / "iter_0000003")
+    for layout in (SPLITS["data"], SPLITS["both"]):
+        four.run(resume, place, layout)
+
+
+def _refuse_directory(path):
+    job = build(SPLITS["tensor"])
+    with pytest.raises(RestoreError, match="fully_reshardable"):
+        Snapshot(path).restore({"megatron": state_of(job)})
+
+
+def test_megatron_state_refuses_a_directory_whose_main_parameters_are_shifted(four, directories):
+    """Megatron shifts them after a bucket with padding at its end."""
+    four.run(_refuse_directory, str(directories / "wrong" / "fully_reshardable" / "iter_0000003"))
 
 
 def _count_calls(path):
