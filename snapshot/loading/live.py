@@ -25,8 +25,8 @@ from snapshot.manifest.values import Entry, EnumEntry, Scalar, resolve_member
 from snapshot.reports import RestoreIssues
 from snapshot.saved import class_name
 from snapshot.state import compound
-from snapshot.state.compound import find_form
-from snapshot.state.flatten import collect_leaves, flatten_context
+from snapshot.state.compound import collect_leaves, find_form
+from snapshot.state.flatten import flatten_context
 from snapshot.state.stateful import RestoreAdapter
 from snapshot.tensors.geometry import boxes_of_range
 from snapshot.tensors.memory import BY_NAME, address_of_tensor, measure_span, view_memory

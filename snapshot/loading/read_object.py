@@ -25,7 +25,8 @@ from snapshot.manifest.rank_view import find_rank_paths, is_rank, make_rank_view
 from snapshot.manifest.values import EnumEntry
 from snapshot.reports import RestoreIssues
 from snapshot.state import leaves
-from snapshot.state.flatten import Flattened, collect_leaves, inflate_tree
+from snapshot.state.compound import collect_leaves
+from snapshot.state.flatten import Flattened, inflate_tree
 from snapshot.state.sharded import Shards, find_shards
 from snapshot.state.stateful import RestoreAdapter
 from snapshot.tensors.geometry import Box

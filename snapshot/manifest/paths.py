@@ -108,6 +108,23 @@ def find_tagged_keys(keys: Iterable[Any]) -> list[int]:
     return [i for i, key in enumerate(keys) if type(key) is not str and not _is_long(key) and str(key) in texts]
 
 
+def name_keys(keys: Iterable[Any]) -> list[str] | None:
+    """Return the path components of a dict's keys; None if one of them cannot be an item of `keys`.
+
+    >>> name_keys(["a/b", 1, "1"])
+    ['a%2Fb', '%int:1', '1']
+    """
+    keys = list(keys)
+    if all(type(key) is str for key in keys):
+        return [key if key.isascii() and "/" not in key and "%" not in key else encode_component(key) for key in keys]
+    encoded, tagged = [encode_key(key) for key in keys], set(find_tagged_keys(keys))
+    return (
+        [key_component(key, i in tagged) for i, key in enumerate(encoded) if key is not None]
+        if None not in encoded
+        else None
+    )
+
+
 def quote_path(text: str) -> str:
     """Return a path as a tensor name in a safetensors header, where `[` begins a box and one name is reserved."""
     if "[" in text:

@@ -32,7 +32,7 @@ from snapshot.save.replication import (
 from snapshot.save.take_options import TakeRequest
 from snapshot.state.flatten import Flattened
 from snapshot.state.leaves import Blob, Leaf, hold_memory
-from snapshot.state.model_state import ModuleMap, map_modules
+from snapshot.state.model_state import ModuleMap
 from snapshot.state.sharded import LocalPiece, Shards
 from snapshot.tensors.memory import ITEMSIZE, NAMES
 
@@ -262,13 +262,12 @@ def size_of(items: Sequence[PartitionItem], dealt: Assignment) -> int:
 
 
 def collect_rank_share(
-    exchange: Exchange, session: Session, app_state: Mapping[str, Any], options: TakeRequest, globs: Sequence[str]
+    exchange: Exchange, session: Session, statefuls: Sequence[ModuleMap], options: TakeRequest, globs: Sequence[str]
 ) -> RankShare:
     """Collect the application's state, and agree with the other ranks on who writes shared values.
 
     `globs`: the `replicated` globs that all ranks gave.
     """
-    statefuls = map_modules(app_state)
     flat = collect_state(statefuls, options.prepare, options.exclude, globs, options.allow_pickle)
     digest = partial(digest_leaves, session)
     replication = agree_on_replicas(exchange, flat, ReplicationRules(statefuls, globs, exchange.ranks), digest)

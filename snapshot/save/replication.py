@@ -30,7 +30,7 @@ from snapshot.manifest.values import Scalar
 from snapshot.plan import consensus
 from snapshot.plan.names import matcher
 from snapshot.state.flatten import Flattened
-from snapshot.state.foreign_parts import find_marked_names, is_split
+from snapshot.state.foreign_parts import find_split_paths, is_split
 from snapshot.state.leaves import Leaf
 from snapshot.state.model_state import ModuleMap
 from snapshot.state.rng import RNGState
@@ -53,7 +53,7 @@ class ReplicationRules:
                 for name, parameter in _list_equal(each, wrapper):
                     equal.setdefault(id(parameter), f"{each.key}/{prefix}{name}")
         self._moments = _moments_of_ddp(statefuls, equal) if equal else {}
-        self._split = _find_split(statefuls) if globs else ()
+        self._split = find_split_paths(statefuls) if globs else ()
         self._any = bool(globs or self._inferred)
         self.own = tuple(each.path for each in statefuls if isinstance(each.stateful, RNGState))
         """Keys that are never shared: every rank has its own random state."""
@@ -95,18 +95,6 @@ class ReplicationRules:
             above = above.rpartition("/")[0]
             found = self._moments.get(above)
         return found
-
-
-def _find_split(statefuls: Sequence[ModuleMap]) -> tuple[str, ...]:
-    """Return the beginnings of the paths of parameters that Megatron marks as split, and of their moments."""
-    found: list[str] = []
-    for each in statefuls:
-        if each.joined:
-            continue
-        found += [f"{each.path}/{encode_component(name)}/" for name in find_marked_names(each.modules).split]
-        held = [parameter for one in each.optimizers for group in one.param_groups for parameter in group["params"]]
-        found += [f"{each.state_path}/{number}/" for number, parameter in enumerate(held) if is_split(parameter)]
-    return tuple(found)
 
 
 class Moment(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -32,7 +32,8 @@ from snapshot.save.take_options import TakeCall, TakeRequest, find_sink
 from snapshot.save.take_slots import take_slots
 from snapshot.save.writer import PartSink
 from snapshot.state.changing import find_frozen
-from snapshot.state.stateful import Stateful, check_app_state
+from snapshot.state.model_state import ModuleMap
+from snapshot.state.stateful import Stateful, map_modules
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -84,11 +85,11 @@ def run_take(
         gc_paused(),
     ):
         options = call.request()  # its errors are sent to the other ranks
-        check_app_state(app_state)
+        statefuls = map_modules(app_state)
         meter = Meter("take", shown_once(options.progress, pg))
         with begin_take(exchange, path, options, meter) as claim, ExitStack() as opened:
             claim.transaction.expect_free()  # before any state is collected
-            take = _assemble(opened, claim, app_state, options)
+            take = _assemble(opened, claim, statefuls, options)
             run(take.write_and_commit())
     return claim.path_as_given(path), take.report
 
@@ -107,7 +108,7 @@ def start_take(
         Exchange(ranks_of(pg), "async_take", call.timeout) as exchange,
     ):
         options = call.request()
-        check_app_state(app_state)
+        statefuls = map_modules(app_state)
         sink: PartSink | None = None
         if options.worker != "thread" and not is_exiting():
             sink = find_sink(options.worker).start(URL.parse(os.fspath(path)), options.storage_options)
@@ -118,7 +119,7 @@ def start_take(
             begin_take(exchange, path, options, meter, slot) as claim,
             ExitStack() as opened,
         ):
-            take = _assemble(opened, claim, app_state, options, background=not works_here(), sink=sink)
+            take = _assemble(opened, claim, statefuls, options, background=not works_here(), sink=sink)
             report, late = take.report, take.late
             work = take.start()
             slot.leave_after(work)
@@ -129,7 +130,7 @@ def start_take(
 def _assemble(
     opened: ExitStack,
     claim: Claim,
-    app_state: AppState,
+    statefuls: Sequence[ModuleMap],
     options: TakeRequest,
     *,
     background: bool = False,
@@ -137,7 +138,7 @@ def _assemble(
 ) -> Take:
     """Collect, agree, share, compare and plan. `opened`: what an error in the rest of the call ends."""
     session, verb = claim.session, claim.meter.verb
-    share = collect_rank_share(claim.exchange, session, app_state, options, claim.globs)
+    share = collect_rank_share(claim.exchange, session, statefuls, options, claim.globs)
     packing: Packing | None = None
     if options.compression is not None:
         from snapshot.save.compression import choose_packing  # few takes are compressed
@@ -196,13 +197,13 @@ def _observe(claim: Claim, share: RankShare, options: TakeRequest) -> Observers:
 def plan_take(path: Path, app_state: AppState, pg: ProcessGroup | None, call: TakeCall) -> SavePlan:
     """Plan a take without writing anything."""
     with Exchange(ranks_of(pg), "plan", call.timeout) as exchange:
-        check_app_state(app_state)
+        statefuls = map_modules(app_state)
         options = call.request()
         session, globs = open_dry_run(
             exchange, URL.parse(os.fspath(path)), options.replicated or (), partial(session_for_take, options)
         )
         with session:
-            share = collect_rank_share(exchange, session, app_state, options, globs)
+            share = collect_rank_share(exchange, session, statefuls, options, globs)
             groups = group_leaves(share, find_frozen(share.statefuls, share.leaves), None)
             plan = plan_writes(share, session, staged=False, groups=groups)
         exchange.close()

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from snapshot.manifest.containers import NAMESPACES, Compound, NamedTupleEntry, RecordEntry, SubclassEntry
-from snapshot.manifest.paths import encode_key
+from snapshot.manifest.paths import encode_component, encode_key, name_keys
 from snapshot.saved import class_name
 from snapshot.state.sharded import Sharded
 
@@ -95,6 +95,47 @@ def take_apart(value: Any, *, within: bool) -> tuple[Compound, dict[str, Any]] |
         return make([]), read_attributes(value)
     made = NamedTupleEntry if form is NAMED else RecordEntry
     return made([], obj_type=class_name(kind)), read_attributes(value)
+
+
+def collect_leaves(path: str, value: Any, compounds: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the leaves of nested containers, under the paths that flattening gives them.
+
+    Objects with a class of their own are added to `compounds`, under their paths.
+    """
+    found: dict[str, Any] = {}
+    _collect_leaves(path, value, found, {} if compounds is None else compounds)
+    return found
+
+
+def _collect_leaves(
+    path: str, value: Any, found: dict[str, Any], compounds: dict[str, Any], within: bool = False
+) -> None:
+    """Collect leaves recursively; `within` is True inside an object that is known not to contain itself."""
+    kind = type(value)
+    if kind in _SEQUENCES:
+        names: Iterable[str] | None = map(str, range(len(value)))
+        held = value
+    elif kind in _DICTS:
+        names, held = name_keys(value), value.values()
+    else:
+        parts = find_components(value) if within or not holds_itself(value) else None
+        if parts is not None or find_form(kind) is ENUM:
+            compounds[path] = value
+        names, held = (None, ()) if parts is None else (map(encode_component, parts), parts.values())
+        within = True
+    if names is None:
+        found[path] = value
+        return
+    prefix = path + "/"
+    for name, child in zip(names, held, strict=True):
+        if type(child) in _SIMPLE:
+            found[prefix + name] = child
+        else:
+            _collect_leaves(prefix + name, child, found, compounds, within)
+
+
+_DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
+_SEQUENCES = frozenset((list, tuple, deque))
 
 
 def find_components(value: Any) -> dict[str, Any] | None:

@@ -26,14 +26,18 @@ from snapshot.manifest.containers import (
     SEQUENCES,
     Compound,
     Container,
+    CounterEntry,
+    DefaultdictEntry,
     DequeEntry,
     DictEntry,
     NamedTupleEntry,
     OpaqueEntry,
+    OrderedDictEntry,
     RecordEntry,
     SliceEntry,
     SubclassEntry,
     encode_object,
+    find_factory_name,
 )
 from snapshot.manifest.entries import is_leaf
 from snapshot.manifest.paths import (
@@ -49,63 +53,14 @@ from snapshot.manifest.rank_view import DEEPEST
 from snapshot.manifest.values import LONGEST_NAME, TYPED, Scalar, make_enum_entry, make_plain_entry
 from snapshot.saved import SavedObject, class_name
 from snapshot.state import compound
-from snapshot.state.compound import ENUM, find_components, find_form, holds_itself
-from snapshot.state.flatten_cache import remember_state, replay_state
-from snapshot.state.leaves import LOW, SIMPLE, Blob, FromOneRank, Leaf, TensorLeaves, find_dict_maker
+from snapshot.state.compound import collect_leaves, find_components, find_form
+from snapshot.state.flatten_cache import read_module_versions, remember_state, replay_state
+from snapshot.state.leaves import LOW, SIMPLE, Blob, FromOneRank, Leaf, TensorLeaves
 from snapshot.state.sharded import describes_parts
 from snapshot.tensors import composite
 
-_DICTS = {dict, OrderedDict, defaultdict, Counter}
-_SEQUENCES = {list, tuple, deque}
-_LEAVES = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)}
 MISSING: Any = object()
 """A placeholder for a missing leaf."""
-
-
-def collect_leaves(path: str, value: Any, compounds: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the leaves of nested containers, under the paths that flattening gives them.
-
-    Objects with a class of their own are added to `compounds`, under their paths.
-    """
-    found: dict[str, Any] = {}
-    _collect_leaves(path, value, found, {} if compounds is None else compounds)
-    return found
-
-
-def _collect_leaves(
-    path: str, value: Any, found: dict[str, Any], compounds: dict[str, Any], within: bool = False
-) -> None:
-    """Collect leaves recursively; `within` is True inside an object that is known not to contain itself."""
-    kind = type(value)
-    if kind in _SEQUENCES:
-        for i, child in enumerate(value):
-            _collect_leaves(f"{path}/{i}", child, found, compounds, within)
-        return
-    if kind not in _DICTS:
-        parts = find_components(value) if within or not holds_itself(value) else None
-        if parts is None:
-            found[path] = value
-        if parts is not None or find_form(kind) is ENUM:
-            compounds[path] = value
-        for name, child in (parts or {}).items():
-            _collect_leaves(f"{path}/{encode_component(name)}", child, found, compounds, True)
-        return
-    prefix = path + "/"
-    strings = all(type(key) is str for key in value)
-    tagged = () if strings else find_tagged_keys(value)
-    for i, (key, child) in enumerate(value.items()):
-        if type(key) is str:
-            text = key if key.isascii() and "/" not in key and "%" not in key else encode_component(key)
-        else:
-            encoded = encode_key(key)
-            if encoded is None:
-                found[path] = value
-                return
-            text = key_component(encoded, i in tagged)
-        if type(child) not in _LEAVES:
-            _collect_leaves(prefix + text, child, found, compounds, within)
-        else:
-            found[prefix + text] = child
 
 
 def inflate_tree(path: str, entries: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
@@ -188,6 +143,20 @@ class ChosenState:
         )
 
 
+def _find_dict_maker(value: dict[Any, Any]) -> Callable[[list[Any], list[int] | None], DictEntry] | None:
+    """Return a function that creates the entry of this type of dict; None if a factory cannot be recorded."""
+    kind = type(value)
+    if kind is dict:
+        return DictEntry
+    if kind is Counter:
+        return CounterEntry
+    if kind is defaultdict:
+        factory = find_factory_name(value.default_factory)  # type: ignore[attr-defined]
+        return None if factory is None else lambda keys, tagged: DefaultdictEntry(keys, tagged, factory=factory)
+    versions = read_module_versions(getattr(value, "_metadata", None))
+    return lambda keys, tagged: OrderedDictEntry(keys, tagged, module_versions=versions)
+
+
 # Flattening: nested containers become entries, tensors become leaves under logical paths.
 #
 # This is the hottest Python of a take: a snapshot of 10,000 small tensors spends more here than in system calls. So
@@ -203,8 +172,7 @@ class Flattened(TensorLeaves):
 
     def add(self, path: str, value: Any) -> None:
         """Flatten a value below `path`."""
-        if self._excluded is not None and self._excluded(path):
-            self._leave_out(path, value)
+        if self._leaves_out(path, value):
             return
         plain = self._prepare is None and self._excluded is None
         if plain and replay_state(path, value, self):
@@ -217,11 +185,14 @@ class Flattened(TensorLeaves):
         if plain and not self.once:
             remember_state(path, value, self, before)
 
-    def _leave_out(self, path: str, value: Any) -> None:
-        """Record the excluded names, so that globs that match them are not reported as unmatched."""
+    def _leaves_out(self, path: str, value: Any) -> bool:
+        """Return True if a path is excluded, and record its names: globs that match them are not unmatched."""
+        if self._excluded is None or not self._excluded(path):
+            return False
         self.excluded.append(path)
         with contextlib.suppress(RecursionError):
             self.excluded.extend(collect_leaves(path, value))
+        return True
 
     def _add_value(self, path: str, value: Any, depth: int) -> None:
         """Flatten a value of any type. Types in `_VISITORS` are dispatched directly, except by `add`."""
@@ -274,40 +245,27 @@ class Flattened(TensorLeaves):
         plain = type(value) is dict and type(next(iter(value.values()), None)) in PLAIN_KINDS
         if plain and depth and value and self._add_tree(path, value):  # a stateful's own dict is always a container
             return
-        make = find_dict_maker(value)
+        make = _find_dict_maker(value)
         keys = list(value)
         strings = all(type(key) is str for key in keys)
         recorded = keys if strings and all(map(str.isascii, keys)) else [encode_key(key) for key in keys]
         if make is None or None in recorded:
             self._add_object(path, value)
             return
-        tagged = () if strings else find_tagged_keys(keys)
-        self.entries[path] = entry = make(recorded, list(tagged) or None)
-        if self._excluded is not None:
-            self._add_included(path, entry, value, depth, self._excluded)
+        if strings and self._excluded is None:
+            self.entries[path] = make(recorded, None)
+            self.add_named(path + "/", value, depth)
             return
-        prefix = path + "/"
-        visitors = _VISITORS
-        if strings:
-            self.add_named(prefix, value, depth)
-            return
-        for i, (key, child) in enumerate(zip(recorded, value.values(), strict=True)):
-            below = prefix + key_component(key, i in tagged)
-            visitors.get(type(child), Flattened._add_value)(self, below, child, depth + 1)
-
-    def _add_included(
-        self, path: str, entry: DictEntry, value: dict[Any, Any], depth: int, excluded: Callable[[str], bool]
-    ) -> None:
-        """Flatten the values of a dict that are not excluded."""
-        gone = []
-        for text, child in zip(entry.components(), value.values(), strict=True):
-            below = f"{path}/{text}"
-            gone.append(excluded(below))
-            if gone[-1]:
-                self._leave_out(below, child)
-            else:
-                _VISITORS.get(type(child), Flattened._add_value)(self, below, child, depth + 1)
-        self.entries[path] = entry.without_children(gone)
+        tagged = set(find_tagged_keys(keys))  # also of keys that are excluded: names are those of the whole dict
+        held = [
+            (key, i in tagged, f"{path}/{key_component(key, i in tagged)}", child)
+            for i, (key, child) in enumerate(zip(recorded, value.values(), strict=True))
+        ]
+        held = [each for each in held if not self._leaves_out(*each[2:])]
+        tags = [i for i, (_, is_tagged, _, _) in enumerate(held) if is_tagged]
+        self.entries[path] = make([key for key, _, _, _ in held], tags or None)
+        for _, _, below, child in held:
+            _VISITORS.get(type(child), Flattened._add_value)(self, below, child, depth + 1)
 
     def add_named(self, prefix: str, value: dict[str, Any], depth: int) -> None:
         """Flatten the values of a dict whose keys are all strings.
@@ -401,15 +359,14 @@ class Flattened(TensorLeaves):
     def _add_fields(self, path: str, value: Any, entry: Compound, *, held: dict[str, Any], depth: int) -> None:
         """Flatten an object as its parts; `entry` has no keys yet."""
         self._check_depth(path, depth)
-        keys = [encode_key(each) for each in held]
-        if not all(type(each) is str for each in held) or None in keys or len(entry.obj_type) > LONGEST_NAME:
+        if not all(type(each) is str for each in held) or len(entry.obj_type) > LONGEST_NAME:
             self._add_object(path, value)
             return
-        self.entries[path] = entry = replace(entry, keys=keys)
         if self._excluded is not None:
-            self._add_included(path, entry, held, depth, self._excluded)
-        else:
-            self.add_named(path + "/", held, depth)
+            below = {name: f"{path}/{encode_component(name)}" for name in held}
+            held = {name: child for name, child in held.items() if not self._leaves_out(below[name], child)}
+        self.entries[path] = replace(entry, keys=[encode_key(name) for name in held])
+        self.add_named(path + "/", held, depth)
 
     def _add_wrapped(self, path: str, tensor: torch.Tensor) -> bool:
         if not self._classes or find_form(type(tensor)) is not compound.WRAPPER or not compound.is_wrapper(tensor):

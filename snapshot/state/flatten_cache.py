@@ -21,7 +21,7 @@ import torch
 
 from snapshot.io.system import PerProcess
 from snapshot.manifest.values import SCALARS, TYPED, Entry, Scalar, make_plain_entry
-from snapshot.state.leaves import LOW, FlatState, Leaf, read_module_versions
+from snapshot.state.leaves import LOW, FlatState, Leaf
 from snapshot.state.sharded import describes_parts
 from snapshot.tensors.composite import is_freed
 
@@ -42,6 +42,18 @@ _on_host, _requires = attrgetter("is_cpu"), attrgetter("requires_grad")
 
 class _Unlike(Exception):
     """Raised if a state cannot be cached, or differs from the cached one."""
+
+
+def read_module_versions(metadata: Any) -> dict[str, dict[str, Any]] | None:
+    """Return a module's versions as plain values, without entries of hooks that JSON cannot represent."""
+    if not isinstance(metadata, dict):
+        return None
+    plain = (str, int, float, bool, type(None))
+    return {
+        str(module): {str(name): value for name, value in versions.items() if isinstance(value, plain)}
+        for module, versions in metadata.items()
+        if isinstance(versions, dict)
+    }
 
 
 def _survey_values(value: Any, children: list[Any], structure: list[Any]) -> None:

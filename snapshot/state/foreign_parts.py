@@ -13,6 +13,7 @@ import torch
 
 from snapshot import extensions
 from snapshot.errors import SnapshotError
+from snapshot.manifest.paths import encode_component
 from snapshot.state.model_state import ModuleMap, walk_modules
 from snapshot.state.sharded import copy_description, describes_parts, mark_parts
 from snapshot.tensors.memory import address_of_tensor
@@ -54,6 +55,18 @@ def find_marked_names(modules: Sequence[tuple[str, torch.nn.Module]]) -> MarkedN
 def is_split(tensor: torch.Tensor) -> bool:
     """Return True for a parameter that Megatron splits over ranks."""
     return getattr(tensor, _SPLIT, False) is True
+
+
+def find_split_paths(statefuls: Sequence[ModuleMap]) -> tuple[str, ...]:
+    """Return the beginnings of the paths of parameters that Megatron marks as split, and of their moments."""
+    found: list[str] = []
+    for each in statefuls:
+        if each.joined:
+            continue
+        found += [f"{each.path}/{encode_component(name)}/" for name in find_marked_names(each.modules).split]
+        held = [parameter for one in each.optimizers for group in one.param_groups for parameter in group["params"]]
+        found += [f"{each.state_path}/{number}/" for number, parameter in enumerate(held) if is_split(parameter)]
+    return tuple(found)
 
 
 def read_state(of: ModuleMap) -> Any:

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import add
@@ -19,7 +18,6 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from snapshot.errors import CorruptSnapshotError, SnapshotError
 from snapshot.manifest import entries as e
-from snapshot.manifest.containers import CounterEntry, DefaultdictEntry, DictEntry, OrderedDictEntry, find_factory_name
 from snapshot.manifest.values import Entry
 from snapshot.state.compound import is_wrapped_local
 from snapshot.state.foreign_parts import refuse_empty
@@ -27,35 +25,6 @@ from snapshot.state.sharded import Shards, describes_parts, find_shards, wait_fo
 from snapshot.tensors import composite
 from snapshot.tensors.geometry import Box
 from snapshot.tensors.memory import BY_NAME, NAMES, is_plain, measure_span, view_memory
-
-# The entries of dicts, by their type, with the details that restore each exactly.
-
-
-def find_dict_maker(value: dict[Any, Any]) -> Callable[[list[Any], list[int] | None], DictEntry] | None:
-    """Return a function that creates the entry of this type of dict; None if a factory cannot be recorded."""
-    kind = type(value)
-    if kind is dict:
-        return DictEntry
-    if kind is Counter:
-        return CounterEntry
-    if kind is defaultdict:
-        factory = find_factory_name(value.default_factory)  # type: ignore[attr-defined]
-        return None if factory is None else lambda keys, tagged: DefaultdictEntry(keys, tagged, factory=factory)
-    versions = read_module_versions(getattr(value, "_metadata", None))
-    return lambda keys, tagged: OrderedDictEntry(keys, tagged, module_versions=versions)
-
-
-def read_module_versions(metadata: Any) -> dict[str, dict[str, Any]] | None:
-    """Return a module's versions as plain values, without entries of hooks that JSON cannot represent."""
-    if not isinstance(metadata, dict):
-        return None
-    plain = (str, int, float, bool, type(None))
-    return {
-        str(module): {str(name): value for name, value in versions.items() if isinstance(value, plain)}
-        for module, versions in metadata.items()
-        if isinstance(versions, dict)
-    }
-
 
 # Leaves of a flattened state
 

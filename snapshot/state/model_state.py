@@ -174,11 +174,6 @@ class ModuleMap:
         return named_parameters(self.modules)
 
 
-def map_modules(app_state: Mapping[str, Any]) -> list[ModuleMap]:
-    """Return the modules and optimizers of each stateful."""
-    return [ModuleMap(key, stateful) for key, stateful in app_state.items()]
-
-
 def walk_modules(module: torch.nn.Module, *, unwrapped: bool) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield each module and the prefix of its parameters' names. With `unwrapped`, wrappers have no part in names."""
     left: list[tuple[str, torch.nn.Module, tuple[int, ...]]] = [("", module, ())]

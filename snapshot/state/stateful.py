@@ -10,7 +10,8 @@ import torch
 
 from snapshot.events import warn
 from snapshot.manifest.paths import decode_key, encode_component
-from snapshot.state.flatten import MISSING, collect_leaves
+from snapshot.state.compound import collect_leaves
+from snapshot.state.flatten import MISSING
 from snapshot.state.foreign_parts import read_state
 from snapshot.state.model_state import ModuleMap
 from snapshot.state.rng import RNGState
@@ -87,6 +88,12 @@ def check_app_state(app_state: Mapping[str, Any]) -> None:
     rng = [key for key, value in app_state.items() if isinstance(value, RNGState)]
     if len(rng) > 1:
         raise ValueError(f"app_state must hold at most one RNGState, got several ({', '.join(map(repr, rng))})")
+
+
+def map_modules(app_state: Mapping[str, Any]) -> list[ModuleMap]:
+    """Return the modules and optimizers of each stateful. Raise as `check_app_state` does."""
+    check_app_state(app_state)
+    return [ModuleMap(key, stateful) for key, stateful in app_state.items()]
 
 
 def _describe_value(value: object) -> str:

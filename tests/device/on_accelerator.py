@@ -742,9 +742,9 @@ def digesting(monkeypatch):
     monkeypatch.setattr(staging, "WORTH", 1)
     for module in (digests, device_fills):
         monkeypatch.setattr(module, "WORTH", 1)
-        monkeypatch.setattr(module, "DeviceDigests", Counted)
-        if FAKE:
-            monkeypatch.setattr(module, "is_usable", lambda device: True)
+    monkeypatch.setattr(device_digest, "DeviceDigests", Counted)
+    if FAKE:
+        monkeypatch.setattr(device_digest, "is_usable", lambda device: True)
     return extents
 
 

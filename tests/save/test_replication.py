@@ -13,8 +13,8 @@ from snapshot.plan import consensus
 from snapshot.save import replication
 from snapshot.save.replication import ReplicationRules
 from snapshot.state.flatten import Flattened
-from snapshot.state.model_state import map_modules
 from snapshot.state.sharded import LocalPiece, Shards
+from snapshot.state.stateful import map_modules
 from snapshot.tensors.geometry import Box
 
 

@@ -12,8 +12,9 @@ from snapshot.manifest.entries import TensorEntry
 from snapshot.state import flatten_cache, leaves
 from snapshot.state.changing import OverlapEligible, count_changes
 from snapshot.state.flatten import Flattened
-from snapshot.state.model_state import ModelState, map_modules
+from snapshot.state.model_state import ModelState
 from snapshot.state.sharded import LocalPiece, Shards
+from snapshot.state.stateful import map_modules
 from snapshot.tensors import composite, geometry
 from snapshot.tensors.geometry import Box, boxes_overlap
 from tests.helpers.arguments import for_take

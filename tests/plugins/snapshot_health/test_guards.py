@@ -25,7 +25,7 @@ from snapshot import (
 from snapshot.errors import SuspectStateError
 from snapshot.events import add_handler, remove_handler
 from snapshot.save import findings
-from snapshot.state.model_state import map_modules
+from snapshot.state.stateful import map_modules
 from snapshot.tensors.memory import find_local_tensor
 from snapshot.testing import recording
 from snapshot_health import guards, samples
