@@ -271,7 +271,7 @@ def unpack(name: str, stored: TensorEntry, data: torch.Tensor, flat: torch.Tenso
         nbytes = measure_span(stored.shape, strides) * ITEMSIZE[stored.dtype]
     if data.numel() < at + nbytes:
         raise CorruptSnapshotError(f"{name}: its bytes end too early")
-    if flat is not None and strides is None and layout.plain:  # most tensors, in the fewest steps
+    if flat is not None and strides is None and layout.plain:  # most tensors: unpacked where they belong
         copy_memory(flat.data_ptr(), data.data_ptr() + at, nbytes)
         return None
     held = data[at : at + nbytes]

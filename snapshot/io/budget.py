@@ -59,7 +59,7 @@ class Pool:
         """Change the limit. If more is held already, nothing is granted until less is held."""
         kept = 0
         if self.reserve is not None:
-            kept = min(limit // 2, RESERVE)
+            kept = min(limit // 2, RESERVE)  # a budget of a few bytes still has slots
             with self.reserve.lock:
                 self.reserve.resize(kept)
         self.limit = limit - kept
@@ -71,6 +71,7 @@ class Pool:
 
     def serve(self) -> None:
         """Grant pending requests, as far as there is room."""
+        # Only the oldest is looked at: if smaller ones passed it, a large request might wait as long as any come.
         while self.waiting and self.fits(self.waiting[0].nbytes):
             request = self.waiting.popleft()
             request.budget.took(request.nbytes)
@@ -100,6 +101,7 @@ class HeldSlot:
 
     def release(self) -> None:
         """Return the memory, and release its bytes. Later calls do nothing."""
+        # Both are cleared first: an error below must not let a second call return the memory again.
         slot, self._slot = self._slot, None
         nbytes, self._nbytes = self._nbytes, 0
         if slot is not None:
@@ -151,7 +153,7 @@ class MemoryBudget:
 
     async def acquire(self, nbytes: int) -> None:
         """Acquire bytes; wait until they are free."""
-        if inline():
+        if inline():  # this coroutine is driven without a loop, so nothing else could run meanwhile
             self.acquire_blocking(nbytes)
             return
         loop = asyncio.get_running_loop()
@@ -197,12 +199,12 @@ class MemoryBudget:
                 self._give_back(request.nbytes)
             elif request in self._pool.waiting:
                 self._pool.waiting.remove(request)
-                self._pool.serve()
+                self._pool.serve()  # it may have been the first, and too large for what is free
 
     def _waited(self, request: BudgetRequest, began: float) -> None:
         with self._pool.lock:
             self._blocked += time.perf_counter() - began
-            if self._error is not None:
+            if self._error is not None:  # `fail` wakes requests without a grant
                 if request.granted:
                     self._give_back(request.nbytes)
                 raise self._error
@@ -220,7 +222,7 @@ class MemoryBudget:
             self._reserve.close()
 
     def _give_back(self, nbytes: int) -> None:
-        nbytes = min(nbytes, self._used)
+        nbytes = min(nbytes, self._used)  # after `close`, slots that are still released hold nothing
         self._used -= nbytes
         self._pool.used -= nbytes
         self._pool.serve()

@@ -48,11 +48,12 @@ def map_view(opened: Opened, view: RankView, tensor_map: TensorMap) -> RankView:
         _expect_equal(opened, own, plan)
         made |= {_join(base, name): entry for name, entry in _map_entries(own, plan).items()}
         gone |= {*names.values(), *_find_dropped_values(known, base, tensor_map)}
+    # A target that needs a tensor of another rank alone stays with the others of that rank: it is read only on demand.
     remote = {id(entry) for entry in view.elsewhere.values()}
     there = {path for path, entry in made.items() if any(id(each) in remote for each in entry.sources())}
     kept = {path: entry for path, entry in view.entries.items() if path not in gone}
     taken = sorted((made.keys() & known.keys()) - gone)
-    if taken:
+    if taken:  # a value that no rule names would be lost silently
         raise RestoreError(f"the tensor map makes {taken[0]}, which exists already", taken)
     kept |= {path: entry for path, entry in made.items() if path not in there}
     elsewhere = {path: entry for path, entry in view.elsewhere.items() if path not in gone}
@@ -121,6 +122,7 @@ def _find_bases(tensors: Mapping[str, e.AnyTensor], tensor_map: TensorMap) -> di
         raise RestoreError(f"no rule of the tensor map names a tensor of the checkpoint, such as {some}", some)
     for path in tensors:
         for base, name in _names_below(path):
+            # Below the top level, only the keys in which a rule names something: others have names of their own.
             if base in bases and (base or path.partition("/")[0] in heads or "/" not in path):
                 if name in bases[base]:
                     raise RestoreError(f"{path} and {bases[base][name]} would both be named {name!r}", [path])
@@ -178,7 +180,7 @@ def _map_entry(own: Mapping[str, e.AnyTensor], target: RecipeTarget) -> e.AnyTen
     if first is not None and len(target.parts) == 1 and (first.dtype, tuple(first.shape)) == target[:2]:
         identity = Grid.identity(target.shape)
         if target.parts[0].grid in (identity, identity.simplified()):
-            return first
+            return first  # it is read as before the map: straight into the live tensor
     parts = [e.MappedPart(own[part.source], part.grid) for part in target.parts]  # type: ignore[arg-type]
     return e.MappedTensorEntry(target.dtype, target.shape, parts)
 
@@ -199,7 +201,7 @@ def _may_be_equal(first: e.AnyTensor, other: e.AnyTensor) -> bool:
     """Return False if digests tell that two tensors differ. Both have the same dtype and shape."""
     one, two = (entry.pieces() for entry in (first, other))
     if [box for box, _ in one] != [box for box, _ in two]:
-        return True
+        return True  # cut in other ways, so the digests are of other bytes
     digests = [(a.digest, b.digest) for (_, a), (_, b) in zip(one, two, strict=True)]
     return all(a is None or b is None or a == b for a, b in digests)
 

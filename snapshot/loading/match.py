@@ -166,7 +166,7 @@ class LeafMatcher:
                 return
             if not adapter.by_name:
                 self._notes.add("replaced", path, f"a new {entry.kind} tensor")
-        elif held is not MISSING and not entry.is_object:
+        elif held is not MISSING and not entry.is_object:  # objects have no kind to compare before they are read
             self.replace(adapter, path, entry)
         shape, dtype = (), None
         if entry.is_tensor:
@@ -244,6 +244,7 @@ class Matching(NamedTuple):
 def match_all(of: Matching) -> Matched:
     """Find the place of each requested entry. The entries of statefuls that are left unchanged are dropped."""
     matcher, grouped = Matcher(of), of.chosen.grouped
+    # Modules first: the state of an optimizer follows what was found of their parameters.
     optimizers_last = sorted(grouped, key=lambda key: isinstance(of.adapters[key], OptimizerAdapter))
     for key in optimizers_last:
         if not matcher.add(of.adapters[key], grouped[key]):

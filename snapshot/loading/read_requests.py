@@ -208,7 +208,7 @@ def add_requests(
     """
     flat = BY_NAME[stored.dtype] == target.dtype and is_flat(target)
     same = flat and target.is_cpu
-    if same and piece == box:  # the common case, in the fewest steps
+    if same and piece == box:  # most tensors: their bytes are read to where they belong, and no geometry is computed
         requests.append(request_all(path, stored, target.data_ptr(), None, live))
         return box.numel
     shared = intersect(piece, box)
@@ -219,6 +219,7 @@ def add_requests(
     device = accelerator_of(target)
     if shared == piece and flat and (same or device is not None) and is_flat_range(box.sizes, within):
         first = find_flat_ranges(box.sizes, within, 0)[0][0] * itemsize
+        # Host memory is an address, which bytes are read to. Bytes for a device arrive in staging memory first.
         to = None if device is None else FlatPlace(target, first, stored.nbytes)
         requests.append(request_all(path, stored, target.data_ptr() + first if to is None else 0, to, live))
         requests[-1].device = device
@@ -232,6 +233,8 @@ def add_requests(
     inner = shared.relative_to(piece.offsets)
     if same and is_flat_range(piece.sizes, inner) and is_flat_range(box.sizes, within):
         address = target.data_ptr() + find_flat_ranges(box.sizes, within, 0)[0][0] * itemsize
+        # Digests are of whole blocks. A range may begin or end within one, so its edges are read with the rest of their
+        # blocks into staging memory, and only what is wanted of them is copied.
         for first, stop in find_flat_ranges(piece.sizes, inner, 0):
             wanted = begin + first * itemsize, begin + stop * itemsize
             low, high = _whole_blocks(stored, *wanted)
@@ -255,7 +258,7 @@ def _request_box(
     begin, last = stored.byte_range[0], -1
     for first, stop in find_flat_ranges(stored.shape, box, _GAP // itemsize):
         low, high = _enclosing_blocks(stored, begin + first * itemsize, begin + stop * itemsize)
-        low = max(low, last)
+        low = max(low, last)  # two runs may meet in a block, which is read once
         if low < high:
             yield ReadRequest(path, stored, stored.location, low, high, 0, place, live, device=device)
             last = high
@@ -452,7 +455,7 @@ def copy_all(copies: Sequence[Copy], *, non_blocking: bool) -> None:
     with torch.no_grad():
         try:
             torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError:  # on a device that is full, one by one may still fit
             for target, source in zip(targets, sources, strict=True):
                 _copy_in_pieces(target, source)
 
@@ -510,6 +513,8 @@ def request_mapped(
                 if view is not None:
                     add(pieces, view, cover)
                     continue
+                # What a base has is compared with the live tensor, which takes whole boxes. So it is read as one, and
+                # its elements are copied at the end.
                 if any(files[stored.location].in_base for _, stored in pieces):
                     held = torch.empty(cover.sizes, dtype=BY_NAME[stored_tensor.dtype])
                     add(pieces, held, cover)

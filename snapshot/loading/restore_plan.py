@@ -102,6 +102,7 @@ def plan_restore(
         return planner.plan(done, allow_pickle=allow_pickle)
 
     while document.parts:  # the parts that this rank needs may be those of other ranks
+        # The first attempt tells which boxes are lacking, and so which parts have them. If it fails, all are read.
         needed = list(document.parts)
         with suppress(RestoreError):  # it may fit with the parts of other ranks
             made = plan()
@@ -220,10 +221,11 @@ class _Planner:
             self._exchange.world,
             self._copies.are_equal,
         )
-        if document.world_size == 1 and len(document.manifest) > IN_ONE:  # not all names twice
+        # A view has names without a rank. Millions of names are in memory once: the manifest's are made from them.
+        if document.world_size == 1 and len(document.manifest) > IN_ONE:
             document.manifest = cast("dict[str, Any]", NumberedEntries(0, dict(view.entries)))
         if rename or self._options.select or self._options.exclude:
-            expand_trees(opened, view.entries)
+            expand_trees(opened, view.entries)  # globs and new names may mean values in them
         view = below_only_key(document, view, self._receivers)
         if self._options.map is not None:
             from snapshot.loading.mapping import map_view  # few restores have a map

@@ -91,6 +91,8 @@ async def survey_steps(root: Root, survey: Survey) -> list[Fate]:
     if upto is not None:
         if upto not in folders.committed:
             return []
+        # Later ones are those of an attempt that the run went back from, or of another writer. They may use files of
+        # earlier steps, so they count for what is needed, but not for the policy.
         folders.later = {step: stat for step, stat in folders.committed.items() if step > upto}
         folders.committed = {step: stat for step, stat in folders.committed.items() if step <= upto}
         folders.others = [step for step in folders.others if step < upto]
@@ -138,10 +140,12 @@ async def _of_snapshots(
 
     async def fault(step: int) -> str:
         head = heads[step]
-        # what was just committed is whole
+        # What was just committed is whole, and to look at all of its files would cost each save that time.
         return await root.missing(step, stats[step], head) if step != upto and isinstance(head, ManifestHead) else ""
 
     now = time.time()
+    # A damaged snapshot must not take the place of a good one. So those that the policy would keep are examined, and it
+    # chooses again without the damaged ones. All others go anyway, and their files are not looked at.
     while True:
         kept = choose_kept(policy, list(good.values()), now)
         found = {step: why for step, why in zip(kept, await gather_limited(kept, fault), strict=True) if why}

@@ -93,6 +93,7 @@ def build_entries(
     binary = _Binary(binary_path)
     for blob in share.blobs:
         entries[blob.path] = _object_entry(blob, binary)
+    # Leaves of one tensor that was cut for several files, or on several ranks, refer to the whole: by its identity.
     pieces: dict[int, list[e.Shard]] = {}
     leaves: list[Any] = share.take_leaves()
 
@@ -128,6 +129,7 @@ def build_entries(
                 leaves[extent.leaf] = None if leaf.whole is None else leaf.whole
     if pieces:
         _add_chunked_entries([leaf for leaf in leaves if leaf is not None], pieces, entries)
+    # Last, since only now all owners have their entries.
     for path, owner in share.flat.ties.items():
         entries[path] = _entry_of_tie(entries[owner])
     own, shared = share.entries(entries)
@@ -161,6 +163,7 @@ def _file_entry(written: WrittenFile, binary: _Binary, *, compare: bool) -> File
     if written.packed is not None:
         entry.packed = describe_packed(written.packed, binary.location, binary.append(written.packed.table))
     if compare:
+        # What a later take compares with: equal for equal tensors, whatever the file is called and wherever it is.
         entry.content = digest_range("".join([header, *written.digests]).encode())
     if written.shared is not None:
         entry.age = written.shared.entry.age + 1
@@ -219,9 +222,10 @@ def shard_checksums(described: RankManifest) -> tuple[bytes, bytes]:
     have, expected = [], []
     for path, entry in described.own.items():
         if entry.is_sharded:
+            # A digest times a number of elements: the sums are equal only if no element is missing or written twice.
             digest = digest_layout(path, "")
             have += [digest * math.prod(shard.sizes) for shard in entry.shards]
-            if any(not any(shard.offsets) for shard in entry.shards):
+            if any(not any(shard.offsets) for shard in entry.shards):  # exactly one rank has the first element
                 expected.append(digest * math.prod(entry.shape))
     return sum_digests(have), sum_digests(expected)
 

@@ -43,6 +43,7 @@ class SpotBytes:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = [each.detach() for each in tensors]
         self._sizes = [each.untyped_storage().nbytes() for each in self._tensors]
+        # An odd constant, so that the third sample is at another place in each take, and of each tensor.
         turn = next(SpotBytes._takes) * 0x9E3779B1
         self._spots = [
             (0, (turn * number >> 7) % last, last - 1) for number, last in enumerate(map(_count_spots, tensors))
@@ -106,6 +107,7 @@ class PendingCopy:
             return True
         states = (state.values() for state in optimizer.state.values())
         tensors = chain(*(group["params"] for group in optimizer.param_groups), *states)
+        # Optimizers are compared by memory, too: another one may hold the same parameters, or views of them.
         bases = self._bases
         return any(
             find_storage_begin(find_local_tensor(each)) in bases for each in tensors if isinstance(each, torch.Tensor)
@@ -152,7 +154,7 @@ class PendingCopy:
 
     def _drop(self) -> None:
         _barrier.get().discard(self)
-        self._tensors, self._samples = (), SpotBytes(())
+        self._tensors, self._samples = (), SpotBytes(())  # the caller may keep this object for long
 
 
 class _Barrier:
@@ -171,6 +173,7 @@ class _Barrier:
                 self._hook = register_optimizer_step_pre_hook(self._before_step)
             for kind, name, wrap in _WRAPPED:
                 method = getattr(kind, name)
+                # If other code has wrapped ours since the last take, its wrapper is wrapped once more.
                 if (kind, name) not in self._wrapped or method is not self._wrapped[kind, name][1]:
                     self._wrapped[kind, name] = method, wrap(method)
                     setattr(kind, name, self._wrapped[kind, name][1])
@@ -213,7 +216,7 @@ class _Barrier:
                 log.exception("cannot inspect an optimizer's tensors; its step waits for the pending snapshot")
                 concerned = True
             if concerned:
-                copy.wait()
+                copy.wait()  # this also lets the step begin: the versions are checked before it changes anything
 
     def forked(self) -> _Barrier:
         """Return a barrier without copies for a forked child: the parent's copies read the parent's memory."""
