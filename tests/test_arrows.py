@@ -246,13 +246,13 @@ def test_classes_that_users_have_pickled_stay_where_they_are(place):
 
 
 SIZES = {
-    ("snapshot.snapshot", False): 32_000,
-    ("snapshot.snapshot", True): 42_560,
-    ("snapshot.manager.manager", False): 36_000,
-    ("snapshot.manager.manager", True): 45_970,
+    ("snapshot.snapshot", False): 31_420,
+    ("snapshot.snapshot", True): 42_165,
+    ("snapshot.manager.manager", False): 35_420,
+    ("snapshot.manager.manager", True): 45_560,
 }
-"""The most lines that a module imports, by its name, and by whether imports in functions count: a budget that may only
-shrink."""
+"""The most lines, but for comments, that a module imports, by its name, and by whether imports in functions count: a
+budget that may only shrink."""
 
 
 def imported_at_once(node, inside):
@@ -278,13 +278,18 @@ def imported_by(module, inside):
     return found & KNOWN.keys()
 
 
+def count_lines(module):
+    """The lines of a module without those that are comments: nobody leaves one out for the sake of a number."""
+    return sum(not line.lstrip().startswith("#") for line in KNOWN[module].read_text().splitlines())
+
+
 @pytest.mark.parametrize(("module", "inside"), SIZES)
 def test_imports_of_the_main_modules_do_not_grow(module, inside):
     seen, left = set(), {module}
     while left:
         seen |= left
         left = set().union(*(imported_by(each, inside) for each in left)) - seen
-    assert sum(len(KNOWN[each].read_text().splitlines()) for each in seen) <= SIZES[module, inside]
+    assert sum(map(count_lines, seen)) <= SIZES[module, inside]
 
 
 def test_modules_have_at_most_900_lines():
