@@ -1,7 +1,9 @@
-"""torchdata's `StatefulDataLoader` in snapshots that another number of ranks restores.
+"""The place of a data loader in its data, in snapshots that another number of ranks restores.
 
-A loader's state counts what one replica has seen. So it means nothing on another number of replicas. `LoaderState`
-saves that number with it, and redistributes the state where this is exact. Nothing of torchdata is imported here.
+torch's `DataLoader` has no state. Its order and its place are those of its samplers (`data_order.py`). The state of
+torchdata's `StatefulDataLoader` counts what one replica has seen. So it means nothing on another number of replicas.
+`LoaderState` saves that number with it, and redistributes the state where this is exact. Nothing of torchdata is
+imported here.
 """
 
 from __future__ import annotations
@@ -11,10 +13,13 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-VERSION = 1
+from snapshot_trainers.data_order import DataOrder, is_strided, order_of
+
+VERSION, ORDER = 1, 2
+"""Versions of the states of torchdata's loaders, and of torch's."""
 REMAINDERS = ("raise", "repeat", "skip")
 EACH_STEP = "the loader must save its state at each step: snapshot_every_n_steps=1, its default"
 _YIELDED = "yielded"
@@ -25,10 +30,19 @@ State = Mapping[str, Any]
 
 
 class LoaderState:
-    """The place of a `StatefulDataLoader` in its data, for an app state: `{"loader": LoaderState(loader)}`.
+    """The place of a data loader in its data, for an app state: `{"loader": LoaderState(loader)}`.
 
-    With the same number of replicas, each one continues where it was. The number of workers may change if the dataset
-    is map-style. With another number of ranks and of replicas, it depends on the data:
+    **Any `DataLoader` of torch** goes on with the next batch of the epoch, in the same order: with `shuffle=True`, with
+    samplers and batch samplers of any class, with workers or without. The loop over the loader stays as it is. After a
+    restore, the first loop has the rest of the epoch, and the following ones have the epochs after it. The random
+    numbers of the application are those that it would have drawn; for that, the app state must have an `RNGState`. With
+    a `DistributedSampler`, another number of replicas, or another batch size, has what is left of the epoch, and each
+    sample once. An iterable dataset is read again up to the place. A restore compares the samples that it leaves out
+    with those that were seen. If a sampler gives others, the loop raises `SnapshotError`. Make the `LoaderState`
+    before the first loop.
+
+    **A `StatefulDataLoader` of torchdata** continues on the same number of replicas, too. The number of workers may
+    change if the dataset is map-style. With another number of ranks and of replicas, it depends on the data:
 
     - A map-style dataset with a `StatefulDistributedSampler` or `DistributedSampler` continues after the samples that
       the replicas have seen together. The batch size and the number of workers may change, too. A subclass with an
@@ -63,7 +77,10 @@ class LoaderState:
             raise ValueError(f"replica must be from 0 to {replicas - 1}, got {replica}")
         if remainder not in REMAINDERS:
             raise ValueError(f"remainder must be one of {', '.join(map(repr, REMAINDERS))}, got {remainder!r}")
+        if not hasattr(loader, "state_dict") and not isinstance(loader, DataLoader):
+            raise TypeError(f"loader must be a DataLoader or a StatefulDataLoader, got {type(loader).__name__}")
         self.loader = loader
+        self._order: DataOrder | None = None if hasattr(loader, "state_dict") else order_of(loader)
         self._given = None
         self._remainder = remainder
         sampler = self._sampler()
@@ -77,6 +94,9 @@ class LoaderState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state, with what it depends on."""
+        if self._order is not None:
+            replica, replicas = self._place()
+            return {"version": ORDER, "replica": replica, "replicas": replicas, "order": self._order.state_dict()}
         loader = self.loader.state_dict()
         if self._sampler() is not None:
             loader = _with_true_place(loader, finished=bool(loader["_iterator_finished"]))
@@ -84,13 +104,16 @@ class LoaderState:
 
     def load_state_dict(self, state: State) -> None:
         """Load a state of this replica."""
-        _expect_ours(state)
+        _expect_ours(state, VERSION if self._order is None else ORDER)
         place = state["replica"], state["replicas"]
         if place != self._place():
             raise ValueError(
                 f"the state is that of replica {place[0]} of {place[1]}, and this is replica {self._place()[0]} of "
                 f"{self._place()[1]}; as long as the number of ranks is the same, that of replicas must be, too"
             )
+        if self._order is not None:
+            self._order.load_state_dict(state["order"])
+            return
         self.loader.load_state_dict(self._fit_workers(state))
         sampler = self._sampler()
         if sampler is not None and state["sampler"] is not None:
@@ -99,9 +122,12 @@ class LoaderState:
     def reshard_state_dict(self, states: Sequence[Any], rank: int, world: int) -> dict[str, Any]:
         """Return the state of this replica, from the states of all ranks."""
         replica, replicas = self._place()
-        found = _by_replica(states)
+        found = _by_replica(states, VERSION if self._order is None else ORDER)
         if len(found) == replicas:
             return dict(found[replica])
+        if self._order is not None:
+            order = self._order.reshard([each["order"] for each in found], replica, replicas)
+            return {"version": ORDER, "replica": replica, "replicas": replicas, "order": order}
         sampler = found[0]["sampler"]
         if self._describe()["sampler"] is not None and sampler is not None:
             loaded = self._divide(found, replicas)
@@ -157,6 +183,8 @@ class LoaderState:
         return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
     def _sampler(self) -> DistributedSampler[Any] | None:
+        if self._order is not None:
+            return self._order.sampler
         found = self.loader.sampler
         return found if isinstance(found, DistributedSampler) else None
 
@@ -164,7 +192,7 @@ class LoaderState:
         """Return all of the state but the loader's own."""
         replica, replicas = self._place()
         sampler, described = self._sampler(), None
-        if sampler is not None and _is_strided(sampler):
+        if sampler is not None and is_strided(sampler):
             described = {"epoch": sampler.epoch, "seed": sampler.seed, "shuffle": sampler.shuffle}
             described["length"] = len(sampler.dataset)  # type: ignore[arg-type]
         return {
@@ -281,23 +309,30 @@ class LoaderState:
 # States that were saved
 
 
-def _expect_ours(state: Any) -> None:
-    if not isinstance(state, Mapping) or state.get("version") != VERSION:
+def _expect_ours(state: Any, version: int) -> None:
+    found = state.get("version") if isinstance(state, Mapping) else None
+    if found in (VERSION, ORDER) and found != version:
+        kinds = {VERSION: "a StatefulDataLoader", ORDER: "a DataLoader"}
+        raise ValueError(
+            f"the state is that of {kinds[found]}, and the loader is {kinds[version]}; restore with a loader of the "
+            "same class, or exclude it to begin a new epoch"
+        )
+    if found != version:
         raise ValueError(
             "the state must be one of LoaderState, which has the number of replicas; restore another one into the "
             "loader itself, on as many ranks as saved it"
         )
 
 
-def _by_replica(states: Sequence[Any]) -> list[State]:
+def _by_replica(states: Sequence[Any], version: int) -> list[State]:
     """Return the state of each replica. Ranks that read the same data have the same one."""
     found: dict[int, State] = {}
     for rank, state in enumerate(states):
         if state is None:
             continue
-        _expect_ours(state)
+        _expect_ours(state, version)
         known = found.setdefault(state["replica"], state)
-        if _count_batches(known["loader"]) != _count_batches(state["loader"]):
+        if _place_of(known) != _place_of(state):
             raise ValueError(
                 f"rank {rank} was at another step than other ranks with replica {state['replica']}; ranks that read "
                 "different data must have different replicas"
@@ -306,6 +341,13 @@ def _by_replica(states: Sequence[Any]) -> list[State]:
     if len(numbers) != 1 or sorted(found) != list(range(*numbers)):
         raise ValueError(f"the snapshot must have the states of all replicas, got those of {sorted(found)}")
     return [found[number] for number in sorted(found)]
+
+
+def _place_of(state: State) -> tuple[int, ...]:
+    """Return a number that grows with each batch."""
+    if "order" in state:
+        return state["order"]["epoch"], state["order"]["batches"]
+    return (_count_batches(state["loader"]),)
 
 
 def _main(loader: State) -> tuple[State, int]:
@@ -331,12 +373,6 @@ def _with_true_place(loader: State, *, finished: bool) -> dict[str, Any]:
     if isinstance(index, Mapping) and _YIELDED in index:
         made["_index_sampler_state"] = {**index, _YIELDED: 0 if finished else loader["_sampler_iter_yielded"]}
     return made
-
-
-def _is_strided(sampler: DistributedSampler[Any]) -> bool:
-    """Return True if replicas take turns in one order, as in the base class. A subclass may have another order."""
-    owner = next(each for each in type(sampler).__mro__ if "__iter__" in vars(each))
-    return owner is DistributedSampler or owner.__module__.startswith("torchdata.")
 
 
 def _count_batches(loader: State) -> int:

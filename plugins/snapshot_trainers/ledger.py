@@ -1,0 +1,137 @@
+"""The ledger of a data loader: how many samples an epoch has had, and a sum of hashes that tells which.
+
+The sum of the hashes of several samples is the same in any order, so those of all ranks, and of all parts of an epoch,
+are added. Two epochs of the same samples have equal sums, and others have not, but by an accident of 1 in 2**128. This
+shows accidents. It is no protection from somebody who chooses the ids of samples.
+"""
+
+from __future__ import annotations
+
+import operator
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+_AT_ONCE = 4096
+"""The number of ids that are hashed at once. Fewer cost more each."""
+_MODULUS = 1 << 128
+_RECORD = struct.Struct("<Q16s")
+RECORD = _RECORD.size
+"""Bytes of a stored sum: the count, and the total."""
+_ADD, _FIRST, _SECOND, _THIRD = (
+    np.uint64(each) for each in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
+)
+_30, _27, _31, _32 = (np.uint64(each) for each in (30, 27, 31, 32))
+
+
+class Sum(NamedTuple):
+    """The samples of an epoch, or a part of them."""
+
+    count: int = 0
+    total: int = 0
+    """The sum of their 128-bit hashes, modulo 2**128."""
+
+    def __add__(self, other: object) -> Sum:
+        """Return the sum of both parts."""
+        if not isinstance(other, Sum):
+            return NotImplemented
+        return Sum(self.count + other.count, (self.total + other.total) % _MODULUS)
+
+    def encode(self) -> bytes:
+        """Return the sum as `RECORD` bytes."""
+        return _RECORD.pack(self.count, self.total.to_bytes(16, "little"))
+
+    @classmethod
+    def decode(cls, data: bytes) -> Sum:
+        """Return the sum that `encode` made bytes of."""
+        if len(data) != RECORD:
+            raise ValueError(f"a sum of samples must have {RECORD} bytes, got {len(data)}")
+        count, total = _RECORD.unpack(data)
+        return cls(count, int.from_bytes(total, "little"))
+
+
+def hash_ids(ids: Iterable[Any]) -> Sum:
+    """Return the sum of the hashes of some ids. Integers are hashed by their values, whatever their type."""
+    held = ids if isinstance(ids, list) else list(ids)
+    found = Sum()
+    for begin in range(0, len(held), _AT_ONCE):
+        part = held[begin : begin + _AT_ONCE]
+        try:
+            # The fastest way from a list to 64-bit numbers, and one that refuses what is no integer.
+            numbers = np.frombuffer(struct.pack(f"{len(part)}q", *part), dtype=np.uint64)
+        except struct.error:
+            found += _hash_any(part)
+        else:
+            found += Sum(len(part), _hash_numbers(numbers))
+    return found
+
+
+def _hash_any(held: Sequence[Any]) -> Sum:
+    """As `hash_ids`, for ids of which some are no 64-bit integers."""
+    found = Sum()
+    for each in held:
+        number = _as_number(each)
+        if number is None:
+            total = xxhash.xxh3_128_intdigest(repr(each).encode("utf-8", "surrogatepass"))
+        else:
+            total = _hash_numbers(np.array([number], dtype=np.int64).view(np.uint64))
+        found += Sum(1, total)
+    return found
+
+
+def _as_number(value: Any) -> int | None:
+    """Return an id as a 64-bit integer, such as one in an array or a tensor; None if it is none."""
+    try:
+        number = operator.index(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return number if -(1 << 63) <= number < 1 << 63 else None
+
+
+def _hash_numbers(numbers: Any) -> int:
+    """Return the sum of the hashes of 64-bit numbers: of two mixes of each, one made from the other.
+
+    The first is the finaliser of splitmix64, which is a bijection: no two numbers have the same hash.
+    """
+    low = numbers + _ADD
+    low ^= low >> _30
+    low *= _FIRST
+    low ^= low >> _27
+    low *= _SECOND
+    low ^= low >> _31
+    high = low * _THIRD
+    high ^= high >> _32
+    high *= _FIRST
+    high ^= high >> _27
+    return (_add_exactly(low) + (_add_exactly(high) << 64)) % _MODULUS
+
+
+def _add_exactly(values: Any) -> int:
+    """Return the sum of 64-bit numbers, with the bits above 64."""
+    return int((values & np.uint64(0xFFFFFFFF)).sum()) + (int((values >> _32).sum()) << 32)
+
+
+class Ledger:
+    """Adds the samples that a loop gets. They are kept until there are enough to hash at once."""
+
+    def __init__(self, start: Sum = Sum()) -> None:  # noqa: B008 - a tuple, which nobody changes
+        self._sum = start
+        self._held: list[Any] = []
+
+    def add(self, ids: list[Any]) -> None:
+        """Add the ids of a batch."""
+        self._held += ids
+        if len(self._held) >= _AT_ONCE:
+            self._sum += hash_ids(self._held)
+            self._held.clear()
+
+    @property
+    def sum(self) -> Sum:
+        """All that was added."""
+        if self._held:
+            self._sum += hash_ids(self._held)
+            self._held.clear()
+        return self._sum
