@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from snapshot.errors import SnapshotError
 from snapshot.events import log
-from snapshot_trainers.ledger import RECORD, Ledger, Sum, hash_ids
+from snapshot_trainers.ledger import RECORD, Ledger, Sum, hash_ids, pack_ids
 
 State = Mapping[str, Any]
 _ORDER = "_snapshot_order"
@@ -32,6 +33,8 @@ _EVERYWHERE = frozenset(("epoch", "seed", "initial_seed"))
 """Attributes of samplers that are the same on all ranks, with whatever number of them."""
 _SETTINGS = frozenset(("batch_size", "num_replicas", "num_samples", "rank", "total_size"))
 """Attributes of samplers that the application gives, and that a restore leaves as they are."""
+_MANY = 64
+"""Batches that are counted together: to count each by itself would cost a loop of small ones much more."""
 _NOTHING = Sum()
 
 
@@ -161,6 +164,8 @@ class _Epoch:
         """True if other ranks began it."""
         self.batches = 0
         """Batches that the loop got since the ranks divided the epoch."""
+        self.counted = 0
+        """How many of them are in the ledger."""
         self.ledger = Ledger()
         """The samples in them."""
         self.before = _NOTHING
@@ -176,15 +181,24 @@ class _Epoch:
         """Return the epoch that a state is in the middle of."""
         epoch = cls(state["epoch"])
         epoch.resumes = True
-        epoch.start, epoch.moved, epoch.batches = state["start"], state["moved"], state["batches"]
+        epoch.start, epoch.moved = state["start"], state["moved"]
+        epoch.batches = epoch.counted = state["batches"]
         epoch.ledger = Ledger(Sum.decode(state["seen"]))
         epoch.before, epoch.divided = Sum.decode(state["before"]), Sum.decode(state["divided"])
         return epoch
 
+    def count(self) -> Sum:
+        """Return the sum of the samples in the batches that the loop got."""
+        flight = self.flight
+        for _ in range(min(self.batches - self.counted, len(flight))):
+            self.ledger.add(flight.popleft())
+        self.counted = self.batches
+        return self.ledger.sum
+
     @property
     def total(self) -> Sum:
         """All samples that this replica counts."""
-        return self.before + self.ledger.sum
+        return self.before + self.count()
 
 
 class _Counted:
@@ -194,7 +208,6 @@ class _Counted:
         self._inner = inner
         self._epoch = epoch
         self._draw = inner.__next__
-        self._flight, self._add = epoch.flight, epoch.ledger.add
 
     def __iter__(self) -> _Counted:
         return self
@@ -206,8 +219,6 @@ class _Counted:
             self._epoch.finished = True
             raise
         self._epoch.batches += 1
-        if self._flight:
-            self._add(self._flight.popleft())
         return batch
 
     def __len__(self) -> int:
@@ -253,11 +264,9 @@ def _make_tracked(kind: Any) -> Any:
         order: DataOrder = getattr(self, _ORDER)
         return order.iterate(super(made, self).__iter__)
 
-    def reduce(self: Any, protocol: Any) -> Any:
+    def reduce(self: Any, _: Any) -> Any:
         # Copies and pickles have the loader's own class, and are not tracked.
-        function, arguments, state, *rest = super(made, self).__reduce_ex__(protocol)
-        given = tuple(kind if each is made else each for each in arguments)
-        return (function, given, {name: value for name, value in state.items() if name != _ORDER}, *rest)
+        return object.__new__, (kind,), {name: value for name, value in vars(self).items() if name != _ORDER}
 
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     methods = {"_index_sampler": property(index_sampler), "__iter__": iterate, "__reduce_ex__": reduce}
@@ -280,7 +289,7 @@ class DataOrder:
                 "a DataLoader with in_order=False gives batches in the order in which its workers finish, which "
                 "nothing can repeat; pass in_order=True"
             )
-        self.loader = loader
+        self._loader = weakref.ref(loader)  # the loader holds this: with its workers, it must go when it is released
         self._inner: Any = loader._index_sampler  # noqa: SLF001 - what torch itself draws from
         self._streams = isinstance(loader.dataset, IterableDataset)
         self._epoch = _Epoch(0)
@@ -288,6 +297,11 @@ class DataOrder:
         self._waiting: State | None = None
         """A state that was loaded, until the next epoch begins from it."""
         _track(loader, self)
+
+    @property
+    def loader(self) -> Any:
+        """The loader."""
+        return self._loader()
 
     # The loader's side
 
@@ -358,14 +372,16 @@ class DataOrder:
 
     @staticmethod
     def _note(epoch: _Epoch, drawn: Iterator[Any]) -> Iterator[Any]:
-        note = epoch.flight.append
+        flight, pack = epoch.flight, pack_ids
         for each in drawn:
-            note(each if type(each) is list else _as_ids(each))
+            if len(flight) >= _MANY:
+                epoch.count()
+            flight.append(pack(each if type(each) is list else _as_ids(each)))
             yield each
 
     def _begin_again(self, epoch: _Epoch, inner: Any) -> Iterator[Any]:
         """Yield the rest of an epoch, from samplers that begin it again and whose first samples are left out."""
-        start, seen, source = epoch.start, epoch.ledger.sum, self._source
+        start, seen, source = epoch.start, epoch.count(), self._source
         if start is None:  # no sampler had begun
             self._resumed()
             yield from inner
@@ -407,8 +423,8 @@ class DataOrder:
         if len(skipped) != count or found != seen:
             raise SnapshotError(
                 f"{self._name}: began the epoch again with {found.count:,} samples that are not the {seen.count:,} "
-                "which were seen before; its order must follow from its own generators and counters, and from the global "
-                "random numbers when the epoch begins"
+                "which were seen before; its order must follow from its own generators and counters, and from the "
+                "global random numbers when the epoch begins"
             )
         return drawn
 
@@ -476,7 +492,7 @@ class DataOrder:
             "epoch": epoch.number + epoch.finished,
             "between": between,
             "batches": 0 if between else epoch.batches,
-            "seen": (_NOTHING if between else epoch.ledger.sum).encode(),
+            "seen": (_NOTHING if between else epoch.count()).encode(),
             "before": (_NOTHING if between else epoch.before).encode(),
             "divided": (_NOTHING if between else epoch.divided).encode(),
             "past": b"".join(each.encode() for each in past),

@@ -17,6 +17,7 @@ import xxhash
 
 _AT_ONCE = 4096
 """The number of ids that are hashed at once. Fewer cost more each."""
+_ENOUGH = 8 * _AT_ONCE
 _MODULUS = 1 << 128
 _RECORD = struct.Struct("<Q16s")
 RECORD = _RECORD.size
@@ -53,20 +54,21 @@ class Sum(NamedTuple):
         return cls(count, int.from_bytes(total, "little"))
 
 
+def pack_ids(ids: Sequence[Any]) -> bytes | Sum:
+    """Return the ids of a batch as 64-bit numbers, which are hashed later; the sum of others, which cannot be."""
+    try:
+        # The fastest way from a list to 64-bit numbers, and one that refuses what is no integer.
+        return struct.pack(f"{len(ids)}q", *ids)
+    except struct.error:
+        return _hash_any(ids)
+
+
 def hash_ids(ids: Iterable[Any]) -> Sum:
     """Return the sum of the hashes of some ids. Integers are hashed by their values, whatever their type."""
-    held = ids if isinstance(ids, list) else list(ids)
-    found = Sum()
+    held, ledger = ids if isinstance(ids, list) else list(ids), Ledger()
     for begin in range(0, len(held), _AT_ONCE):
-        part = held[begin : begin + _AT_ONCE]
-        try:
-            # The fastest way from a list to 64-bit numbers, and one that refuses what is no integer.
-            numbers = np.frombuffer(struct.pack(f"{len(part)}q", *part), dtype=np.uint64)
-        except struct.error:
-            found += _hash_any(part)
-        else:
-            found += Sum(len(part), _hash_numbers(numbers))
-    return found
+        ledger.add(pack_ids(held[begin : begin + _AT_ONCE]))
+    return ledger.sum
 
 
 def _hash_any(held: Sequence[Any]) -> Sum:
@@ -115,23 +117,28 @@ def _add_exactly(values: Any) -> int:
 
 
 class Ledger:
-    """Adds the samples that a loop gets. They are kept until there are enough to hash at once."""
+    """Adds the samples that a loop gets. Numbers are kept until there are enough to hash at once."""
 
     def __init__(self, start: Sum = Sum()) -> None:  # noqa: B008 - a tuple, which nobody changes
         self._sum = start
-        self._held: list[Any] = []
+        self._held = bytearray()
 
-    def add(self, ids: list[Any]) -> None:
-        """Add the ids of a batch."""
-        self._held += ids
-        if len(self._held) >= _AT_ONCE:
-            self._sum += hash_ids(self._held)
-            self._held.clear()
+    def add(self, packed: bytes | Sum) -> None:
+        """Add a batch, as `pack_ids` returns it."""
+        if type(packed) is Sum:
+            self._sum += packed
+            return
+        self._held += packed  # type: ignore[arg-type]
+        if len(self._held) >= _ENOUGH:
+            self._hash()
+
+    def _hash(self) -> None:
+        held, self._held = self._held, bytearray()
+        self._sum += Sum(len(held) // 8, _hash_numbers(np.frombuffer(held, dtype=np.uint64)))
 
     @property
     def sum(self) -> Sum:
         """All that was added."""
         if self._held:
-            self._sum += hash_ids(self._held)
-            self._held.clear()
+            self._hash()
         return self._sum

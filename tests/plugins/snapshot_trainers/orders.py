@@ -1,4 +1,4 @@
-"""Loops over loaders that are interrupted at drawn places and go on, with what an uninterrupted loop gets beside them."""
+"""Loops over loaders that are interrupted at drawn places and go on, beside loops that are not interrupted."""
 
 import copy
 import itertools
@@ -162,7 +162,7 @@ def check_replicas(number, workers=0):
     epoch = draw.randint(0, 3)
     parts = [(draw.randint(1, 5), draw.randint(1, 6), draw.randint(0, 4)) for _ in range(draw.randint(1, 4))]
     told = (number, length, shuffle, drop_last, epoch, parts)
-    seen, states, dropped = Counter(), None, 0
+    seen, states = Counter(), None
     for place, (replicas, batch, steps) in enumerate(parts):
         orders = []
         for replica in range(replicas):
