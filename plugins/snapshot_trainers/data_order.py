@@ -328,7 +328,7 @@ class DataOrder:
     def _close_epoch(self) -> None:
         """Note what the last epoch had, and begin another one."""
         last = self._epoch
-        if last.batches or last.finished or last.divided.count:
+        if last.batches or last.finished or last.divided.samples:
             self._past.append(last.total)
             self._epoch = _Epoch(last.number + 1)
         else:
@@ -393,8 +393,8 @@ class DataOrder:
                 self._set(epoch, start["next"], start)
             else:  # a batch sampler of torch begins the sampler below it with its first batch
                 self._set(epoch, start["next"], start)
-                drawn = self._divide(source, epoch.divided) if epoch.divided.count else iter(source)
-            rest = self._leave_out(drawn, seen.count if self._by_sample else epoch.batches, seen)
+                drawn = self._divide(source, epoch.divided) if epoch.divided.samples else iter(source)
+            rest = self._leave_out(drawn, seen.samples if self._by_sample else epoch.batches, seen)
         self._resumed()
         if source is inner:
             yield from rest
@@ -422,7 +422,7 @@ class DataOrder:
         found = hash_ids(skipped) if self._by_sample else hash_ids([one for each in skipped for one in _as_ids(each)])
         if len(skipped) != count or found != seen:
             raise SnapshotError(
-                f"{self._name}: began the epoch again with {found.count:,} samples that are not the {seen.count:,} "
+                f"{self._name}: began the epoch again with {found.samples:,} samples that are not the {seen.samples:,} "
                 "which were seen before; its order must follow from its own generators and counters, and from the "
                 "global random numbers when the epoch begins"
             )
@@ -431,11 +431,11 @@ class DataOrder:
     def _divide(self, sampler: Any, divided: Sum) -> Iterator[Any]:
         """Return the part of this replica in what is left of an epoch that other replicas began."""
         order = _order_of_all(sampler)
-        if divided.count <= len(order) and hash_ids(order[: divided.count]) != divided:
+        if divided.samples <= len(order) and hash_ids(order[: divided.samples]) != divided:
             raise SnapshotError(
                 f"{self._name}: began the epoch again with other samples than before, so what is left is not known"
             )
-        rest, replicas = order[divided.count :], sampler.num_replicas
+        rest, replicas = order[divided.samples :], sampler.num_replicas
         if sampler.drop_last:
             rest = rest[: len(rest) // replicas * replicas]
         elif rest:
@@ -576,7 +576,7 @@ def _as_ids(item: Any) -> list[Any]:
     if isinstance(item, list):
         return item
     if isinstance(item, torch.Tensor | np.ndarray) and item.ndim:
-        return item.reshape(-1).tolist()  # type: ignore[no-any-return]
+        return item.reshape(-1).tolist()
     return [item]
 
 

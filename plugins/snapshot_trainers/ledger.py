@@ -21,7 +21,7 @@ _ENOUGH = 8 * _AT_ONCE
 _MODULUS = 1 << 128
 _RECORD = struct.Struct("<Q16s")
 RECORD = _RECORD.size
-"""Bytes of a stored sum: the count, and the total."""
+"""Bytes of a stored sum: the number of samples, and the total."""
 _ADD, _FIRST, _SECOND, _THIRD = (
     np.uint64(each) for each in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
 )
@@ -31,7 +31,7 @@ _30, _27, _31, _32 = (np.uint64(each) for each in (30, 27, 31, 32))
 class Sum(NamedTuple):
     """The samples of an epoch, or a part of them."""
 
-    count: int = 0
+    samples: int = 0
     total: int = 0
     """The sum of their 128-bit hashes, modulo 2**128."""
 
@@ -39,19 +39,19 @@ class Sum(NamedTuple):
         """Return the sum of both parts."""
         if not isinstance(other, Sum):
             return NotImplemented
-        return Sum(self.count + other.count, (self.total + other.total) % _MODULUS)
+        return Sum(self.samples + other.samples, (self.total + other.total) % _MODULUS)
 
     def encode(self) -> bytes:
         """Return the sum as `RECORD` bytes."""
-        return _RECORD.pack(self.count, self.total.to_bytes(16, "little"))
+        return _RECORD.pack(self.samples, self.total.to_bytes(16, "little"))
 
     @classmethod
     def decode(cls, data: bytes) -> Sum:
         """Return the sum that `encode` made bytes of."""
         if len(data) != RECORD:
             raise ValueError(f"a sum of samples must have {RECORD} bytes, got {len(data)}")
-        count, total = _RECORD.unpack(data)
-        return cls(count, int.from_bytes(total, "little"))
+        samples, total = _RECORD.unpack(data)
+        return cls(samples, int.from_bytes(total, "little"))
 
 
 def pack_ids(ids: Sequence[Any]) -> bytes | Sum:

@@ -134,7 +134,7 @@ def test_data_order_of_loops_that_ended_early_and_of_peeks():
     assert state.state_dict()["order"]["batches"] == 3
     iter(loader)  # nothing is drawn
     list(loader)
-    assert [each.count for each in state._order.epochs] == [4, 12, 48]
+    assert [each.samples for each in state._order.epochs] == [4, 12, 48]
 
 
 def test_data_order_is_saved_before_and_after_the_first_loop():
@@ -314,7 +314,7 @@ def _go_on_on_ranks(path, batch, then, batches):
         if number == batches:
             Snapshot.take(then, {"loader": state})
             break
-    return found, [(each.count, each.total) for each in state._order.epochs]
+    return found, [(each.samples, each.total) for each in state._order.epochs]
 
 
 def test_data_order_goes_on_on_other_ranks_and_again(four, two, folder):
