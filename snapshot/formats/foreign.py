@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -44,6 +44,17 @@ class UnknownFormatError(UnsupportedFormatError):
     """A file is not a checkpoint of any known format."""
 
 
+class Condition(Protocol):
+    """What must hold before bytes of some files are used: what their writer promises, and may have failed to do."""
+
+    async def find_faults(self, opened: Any, *, whole: bool) -> Sequence[str]:
+        """Return why the bytes must not be used; nothing if they may be.
+
+        `opened` is an `Opened` of the checkpoint. With `whole`, look at all bytes.
+        """
+        ...
+
+
 class ForeignDocument(Document, kw_only=True):
     """A checkpoint of another library, described as a manifest of this library."""
 
@@ -59,6 +70,8 @@ class ForeignDocument(Document, kw_only=True):
     """Tokens of its files, if they are known: reading fails if a file is replaced."""
     derivations: dict[str, Any] = msgspec.field(default_factory=dict)
     """Files that are computed from others, with their `Derivation`."""
+    conditions: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Files that are used only if a `Condition` holds. Every read looks at it first, and `verify` as a whole."""
 
     def set_inline(self, content: bytes) -> None:
         """Set the content of the location `INLINE`, if any: bytes that are in no file, such as a part of an index."""

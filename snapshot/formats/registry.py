@@ -61,6 +61,12 @@ class Format:
     """`async def describe(storage, name, size, limit) -> ForeignDocument`, for a file that begins with one of `heads`.
     """
     heads: tuple[bytes, ...] = ()
+    refines: str = ""
+    """Name of another format, whose folders this one may know more closely. It is asked after that has opened one."""
+    refine: str = ""
+    """`async def refine(folder: SearchedFolder, found: ForeignDocument) -> ForeignDocument | None`, for `refines`.
+
+    It returns a document in the place of `found`, which usually has parts of that, or None to leave it as it is."""
     view: str = ""
     """`def view(opened: Opened, tensor_map: TensorMap) -> Opened`, for maps with one of the `methods`."""
     methods: tuple[str, ...] = ()
@@ -89,6 +95,11 @@ class Format:
 
     def __post_init__(self) -> None:
         extensions.expect_types(self)
+        if bool(self.refines) != bool(self.refine) or self.refines == self.name:
+            raise TypeError(
+                f"refines and refine must name another format and a function, or nothing, got {self.refines!r} and "
+                f"{self.refine!r}"
+            )
 
 
 class SearchedFolder:
@@ -228,26 +239,39 @@ async def describe_folder(folder: SearchedFolder, first: int = 0) -> ForeignDocu
             continue
         if each.names and not any(re.fullmatch(each.names, name) for name in await folder.names()):
             continue
-        found: ForeignDocument | None
-        if each in _listed().own:
-            found = await resolve(each, each.folder)(folder)
-        else:
-            found = await _ask_other(each, folder)
+        found = await _ask(each, each.folder, folder)
         if found is not None:
-            return found
+            return await _refine(each.name, folder, found)
     return None
 
 
-async def _ask_other(made: Format, folder: SearchedFolder) -> ForeignDocument | None:
-    """Ask a format of another package. A fault of its code is logged; what it says of its checkpoint is raised."""
+async def _refine(name: str, folder: SearchedFolder, found: ForeignDocument) -> ForeignDocument:
+    """Return what the formats that refine another one make of its document: each gets that of the one before it."""
+    for each in formats():
+        if each.refines == name:
+            found = await _ask(each, each.refine, folder, found) or found
+    return found
+
+
+async def _ask(made: Format, place: str, folder: SearchedFolder, *found: ForeignDocument) -> ForeignDocument | None:
+    """Call a function of a format.
+
+    If it is of another package, a fault of its code is logged, and what it says of its checkpoint is raised.
+    """
+    answer: ForeignDocument | None
+    if is_own(made):
+        answer = await resolve(made, place)(folder, *found)
+        return answer
     try:
-        describe = resolve(made, made.folder)
+        describe = resolve(made, place)
     except SnapshotError as error:
         log.warning("%s", error)
         return None
     try:
-        found: ForeignDocument | None = await describe(folder)
-        return found
+        answer = await describe(folder, *found)
+        if answer is not None and not isinstance(answer, ForeignDocument):
+            raise TypeError(f"{place} must return a document or None, got {answer!r}")
+        return answer
     except SnapshotError:
         raise
     except Exception as error:  # noqa: BLE001 - other formats may know the folder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from snapshot.errors import (
 from snapshot.formats.derived import Derivation, DerivedStorage, Located, Places, ReadPlaces
 from snapshot.formats.foreign import (
     LINKLESS,
+    Condition,
     ForeignDocument,
     ForeignStorage,
     UnknownFormatError,
@@ -399,10 +400,11 @@ async def _read_range(opened: Opened, part: PartEntry, begin: int, end: int, dec
     return await opened.session.read_twice(part.location, read)
 
 
-async def expect_files(opened: Opened, locations: set[str], *, reads: bool = False) -> None:
-    """Raise unless every file exists and has its expected size.
+async def expect_files(opened: Opened, locations: set[str], *, reads: bool = False, conditions: bool = True) -> None:
+    """Raise unless every file exists and has its expected size, and may be used.
 
-    If the caller `reads` them next, a single one may be checked by its first response, which saves a request.
+    If the caller `reads` them next, a single one may be checked by its first response, which saves a request. Without
+    `conditions`, the caller calls `expect_conditions` for those that it reads.
     """
     document = opened.document
     if document.base is not None and any(document.files[each].in_base for each in locations):
@@ -418,6 +420,25 @@ async def expect_files(opened: Opened, locations: set[str], *, reads: bool = Fal
     faults = list(dict.fromkeys((await missing_files(opened, locations)).values()))
     if faults:
         raise CorruptSnapshotError(f"{opened.url}: {'; '.join(faults)}", faults=faults)
+    if conditions:
+        await expect_conditions(opened, locations)
+
+
+async def expect_conditions(opened: Opened, locations: Iterable[str]) -> None:
+    """Raise if another library's files must not be used, as far as a look at some of their bytes shows."""
+    faults: list[str] = []
+    for each in find_conditions(opened.document, locations):
+        faults += await each.find_faults(opened, whole=False)
+    if faults:
+        raise CorruptSnapshotError(f"{opened.url}: {'; '.join(faults)}", faults=faults)
+
+
+def find_conditions(document: Document, locations: Iterable[str]) -> list[Condition]:
+    """Return what must hold before these files are used."""
+    if not isinstance(document, ForeignDocument) or not document.conditions:
+        return []
+    found = {id(each): each for location in locations if (each := document.conditions.get(location)) is not None}
+    return list(found.values())
 
 
 async def missing_files(opened: Opened, locations: set[str], *more: int) -> dict[str, str]:

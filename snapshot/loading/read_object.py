@@ -13,7 +13,7 @@ from snapshot.errors import RestoreError, SnapshotError
 from snapshot.formats.foreign import ForeignDocument, narrow_root
 from snapshot.io.loop import run
 from snapshot.loading.live import Binding, has_overlaps, is_writable
-from snapshot.loading.open import Opened, expect_files
+from snapshot.loading.open import Opened, expect_conditions, expect_files
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.loading.shared_memory import find_shared_memory
 from snapshot.manifest import entries as e
@@ -358,6 +358,7 @@ def _read_box(
     check_shape(path, entry)
     wanted, dropped = parse_box(path, entry.shape, box)
     check_tensor(path, entry, opened.document.files, boxes=[wanted])
+    run(expect_conditions(opened, find_locations({path: entry}, opened.document.files)))
     made = torch.empty(wanted.sizes, dtype=BY_NAME[entry.dtype], device="cpu")
     shape = [size for axis, size in enumerate(wanted.sizes) if axis not in dropped]
     if isinstance(obj_out, torch.Tensor):

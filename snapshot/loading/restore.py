@@ -13,7 +13,7 @@ from snapshot.events import log
 from snapshot.io.loop import run
 from snapshot.io.system import gc_paused
 from snapshot.loading.choose import find_receivers
-from snapshot.loading.open import Opened, expect_files, remember_plan
+from snapshot.loading.open import Opened, expect_conditions, expect_files, remember_plan
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.loading.read_requests import ReadRequest
 from snapshot.loading.reader import ReadResult, fetch_requests, raise_faults
@@ -92,7 +92,8 @@ class Restore:
             mine = share_checks(self._exchange, opened, needed)
             only = self._exchange.alone and not plan.checked  # else another file may be missing when a byte is written
             if mine:
-                run(expect_files(opened, mine, reads=only))
+                run(expect_files(opened, mine, reads=only, conditions=False))
+            run(expect_conditions(opened, {each.location for each in (*plan.reads.objects, *plan.reads.requests)}))
             agreed = agree_on_reads(self._exchange, plan, opened.url, once=self._read_once, atomic=options.atomic)
             if agreed.same:
                 opened.storage.share_reads()

@@ -208,7 +208,7 @@ class _Planner:
             needed |= find_locations(new, files)
         needed = (needed & self._document.own_files.keys()) - self._checked
         if needed:
-            run(expect_files(self._opened, needed))
+            run(expect_files(self._opened, needed, conditions=False))  # it may not be all for a read
             self._checked |= needed
 
     def _view(self) -> RankView:

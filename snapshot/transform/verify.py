@@ -30,7 +30,7 @@ from snapshot.io.system import sync_file
 from snapshot.io.url import Location
 from snapshot.loading.archive_checksums import find_archives, find_faults
 from snapshot.loading.left_out import TABLE, Place, find_uncovered, requests_of
-from snapshot.loading.open import Opened, derive_files, missing_files
+from snapshot.loading.open import Opened, derive_files, find_conditions, missing_files
 from snapshot.loading.read_requests import ReadRequest
 from snapshot.loading.reader import Reader
 from snapshot.manifest import entries as e
@@ -420,7 +420,7 @@ class Verification:
         stretch = everything if exchange.alone else share_of(exchange, everything)
         self._meter.begin(stretch.nbytes)
         before = len(self.faults)
-        await while_all_go_on(exchange, self.look(stretch, self._meter.wrote))
+        await while_all_go_on(exchange, self._look_at_share(stretch))
         read = (self._heads, self._read, self._summed)
         mine = RankResult(self.faults[before:], read, sorted(self._without))
 
@@ -435,6 +435,21 @@ class Verification:
         self._without = set(result.without)
         self._heads, self._read, self._summed = result.read
         return self._nbytes
+
+    async def _look_at_share(self, stretch: Stretch) -> None:
+        """Verify this rank's stretch, and every so many of the conditions of files."""
+        await self.look(stretch, self._meter.wrote)
+        exchange = self._exchange
+        await self._look_at_conditions(exchange.rank, exchange.world)
+
+    async def _look_at_conditions(self, first: int = 0, step: int = 1) -> None:
+        """Verify what must hold before files are used, unless they have faults that are found without it."""
+        found = find_conditions(self._document, sorted(self._document.own_files))
+        for each in found[first::step] if not self.faults else ():
+            try:
+                self.faults += await each.find_faults(self._opened, whole=True)
+            except (CorruptSnapshotError, StorageError) as error:
+                self.faults += _damage_text(error)
 
     def everything(
         self, requests: list[ReadRequest], sums: Mapping[Place, Place], missing: Mapping[str, str]
@@ -471,6 +486,7 @@ class Verification:
                 await self.look(stretch, self._meter.wrote)
                 bare = self._without.intersection(stretch.sums)
                 await in_thread(notes.add, stretch.keys(), self.faults[met:], bare)
+            await self._look_at_conditions()
         finally:
             await in_thread(notes.close)
         if not self.faults:

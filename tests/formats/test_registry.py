@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import snapshot
-from snapshot import Snapshot, StateDict, Target, extensions
+from snapshot import RestoreOptions, Snapshot, StateDict, Target, extensions
 from snapshot.cli import main
 from snapshot.errors import CorruptSnapshotError, MissingExtraError, SnapshotError, SnapshotNotFoundError
 from snapshot.formats import registry
@@ -263,6 +263,142 @@ def test_format_of_another_package_is_named_by_its_entry_point(install, tmp_path
     with pytest.raises(SnapshotNotFoundError):
         Snapshot(tmp_path / "none").get_manifest()
     assert "the format lost of tiny 1.2 cannot import no_module_x:describe" in caplog.text
+
+
+CLOSER = """
+import msgspec
+from snapshot.errors import CorruptSnapshotError
+from snapshot.formats.foreign import make_dict
+from snapshot.formats.registry import Format
+from snapshot.manifest.document import DerivedFile
+
+FIRST = Format("first", 10, refines="dcp", refine="tiny:add_sum")
+SECOND = Format("second", 20, refines="dcp", refine="tiny:guard_sum")
+NOTHING = Format("nothing", 30, refines="dcp", refine="tiny:look")
+RAISING = Format("raising", 40, refines="dcp", refine="tiny:fail")
+TEXT = Format("text", 50, refines="dcp", refine="tiny:answer")
+LOST = Format("lost", 60, refines="dcp", refine="no_module_x:look")
+DAMAGED = Format("damaged", 70, refines="dcp", refine="tiny:complain")
+
+class Copy:
+    sources = ("__0_0.distcp",)
+
+    async def read(self, storage, offset, views, memory, token):
+        await storage.read_into(self.sources[0], offset, views, token=token)
+
+class Expected:
+    asked = []
+
+    async def find_faults(self, opened, *, whole):
+        assert opened.document.conditions
+        self.asked.append(whole)
+        return ["x again must not be used"] if self.asked[0] is None else []
+
+async def add_sum(folder, found):
+    assert ".metadata" in await folder.names()
+    again = msgspec.structs.replace(found.manifest["0/x"], location="a copy")
+    document = msgspec.structs.replace(found, manifest={**found.manifest, "0/again": again})
+    document.files = {**found.files, "a copy": DerivedFile(found.files["__0_0.distcp"].size)}
+    document.derivations = {"a copy": Copy()}
+    document.root = make_dict(["x", "again"])
+    return document
+
+async def guard_sum(folder, found):
+    found.conditions = {"a copy": Expected()}
+    return found
+
+async def look(folder, found):
+    assert "0/again" in found.manifest
+
+async def fail(folder, found):
+    raise RuntimeError("no device")
+
+async def answer(folder, found):
+    return "a text"
+
+async def complain(folder, found):
+    raise CorruptSnapshotError("its index is cut off")
+"""
+
+
+def _save_dcp(folder):
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"x": torch.arange(3.0)}, checkpoint_id=folder, no_dist=True)
+
+
+def test_formats_refine_one_after_the_other_what_another_format_opens(install, tmp_path):
+    _save_dcp(tmp_path / "d")
+    install("snapshot.formats", "first = tiny:FIRST", "second = tiny:SECOND", "nothing = tiny:NOTHING", module=CLOSER)
+    opened = Snapshot(tmp_path / "d")
+    assert opened.read_object("again").tolist() == [0, 1, 2]
+    import tiny
+
+    assert tiny.Expected.asked == [False]
+    assert opened.read_object("x").tolist() == [0, 1, 2]
+    assert opened.read_object("again", box=[slice(1, 3)]).tolist() == [1, 2]
+    assert tiny.Expected.asked == [False, False]  # for what is read of that file alone
+    assert opened.verify().ok
+    assert tiny.Expected.asked == [False, False, True]
+
+
+def test_formats_refine_by_conditions_that_are_looked_at_before_anything_is_written(install, tmp_path, capsys):
+    _save_dcp(tmp_path / "d")
+    install("snapshot.formats", "first = tiny:FIRST", "second = tiny:SECOND", module=CLOSER)
+    opened = Snapshot(tmp_path / "d")
+    assert opened.read_object("x").tolist() == [0, 1, 2]
+    import tiny
+
+    tiny.Expected.asked.insert(0, None)
+    for call in (
+        lambda: opened.read_object("again"),
+        lambda: opened.read_object("again", box=[slice(1, 3)]),
+        lambda: snapshot.load(tmp_path / "d"),
+        lambda: opened.convert(tmp_path / "a.pt"),
+        lambda: Snapshot.diff(tmp_path / "d", tmp_path / "d"),
+    ):
+        with pytest.raises(CorruptSnapshotError, match="x again must not be used") as caught:
+            call()
+        assert caught.value.faults == ("x again must not be used",)
+    live = StateDict(x=torch.zeros(3), again=torch.zeros(3))
+    with pytest.raises(CorruptSnapshotError, match="x again must not be used") as caught:
+        opened.restore({"s": live})
+    assert not caught.value.touched
+    assert live["x"].tolist() == live["again"].tolist() == [0, 0, 0]
+    report = opened.restore({"s": live}, options=RestoreOptions(exclude=["s/again"]))
+    assert report.restored == 1
+    assert live["x"].tolist() == [0, 1, 2]
+    assert snapshot.load(tmp_path / "d", exclude=["again"])["x"].tolist() == [0, 1, 2]
+    assert opened.verify().faults == ("x again must not be used",)
+    assert opened.verify(quick=True).ok
+    assert main(["ls", str(tmp_path / "d")]) == 0
+    assert "again" in capsys.readouterr().out
+    opened.copy(tmp_path / "copy")  # of the files
+    assert (tmp_path / "copy" / "__0_0.distcp").read_bytes() == (tmp_path / "d" / "__0_0.distcp").read_bytes()
+
+
+def test_formats_refine_nothing_if_they_fail_and_are_named(install, tmp_path, caplog):
+    _save_dcp(tmp_path / "d")
+    install("snapshot.formats", "raising = tiny:RAISING", "text = tiny:TEXT", "lost = tiny:LOST", module=CLOSER)
+    assert snapshot.load(tmp_path / "d")["x"].tolist() == [0, 1, 2]
+    assert "the format raising of tiny 1.2 failed: RuntimeError('no device')" in caplog.text
+    assert 'the format text of tiny 1.2 failed: TypeError("tiny:answer must return a document or None' in caplog.text
+    assert "the format lost of tiny 1.2 cannot import no_module_x:look" in caplog.text
+
+
+@pytest.mark.parametrize("field", ["refines='dcp'", "refine='tiny:look'", "refines='wrong', refine='tiny:look'"])
+def test_format_that_refines_without_a_function_or_itself_is_left_out_and_named(install, tmp_path, caplog, field):
+    install("snapshot.formats", "wrong = tiny:WRONG", module=f"{WRONG}\nWRONG = Format('wrong', {field})")
+    with caplog.at_level(logging.WARNING, "snapshot"):
+        assert registry.find_format("wrong") is None
+    assert "wrong = tiny:WRONG of tiny 1.2, which raised TypeError: refines and refine must name" in caplog.text
+
+
+def test_format_that_refines_says_that_a_checkpoint_is_damaged(install, tmp_path):
+    _save_dcp(tmp_path / "d")
+    install("snapshot.formats", "damaged = tiny:DAMAGED", module=CLOSER)
+    with pytest.raises(CorruptSnapshotError, match="its index is cut off"):
+        snapshot.load(tmp_path / "d")
 
 
 def test_options_of_a_format_that_has_others_are_refused(tmp_path):
