@@ -32,11 +32,11 @@ from snapshot.loading.read_requests import (
     request_packed,
     request_strided,
 )
-from snapshot.loading.reader import ReadResult, fetch_requests
+from snapshot.loading.reader import Reader, ReadResult, fetch_requests, raise_faults
 from snapshot.manifest import entries as e
 from snapshot.manifest.containers import RANDOM, fill_generator, is_filled_by
 from snapshot.manifest.document import Files, ForeignFile, check_range, check_tensor
-from snapshot.progress import Meter
+from snapshot.progress import Meter, unmetered
 from snapshot.state import leaves
 from snapshot.tensors import composite
 from snapshot.tensors.digest import BLOCK
@@ -497,6 +497,14 @@ class ReadPlan:
         self.finish()
         result.add(first)
         return result
+
+    async def fetch(self, opened: Opened) -> None:
+        """Read what is requested into new tensors, without verifying it: for a caller on the loop."""
+        if self.requests:
+            raise_faults(opened, await Reader(opened, verify=False).read(self.requests, unmetered))
+        self.requests = []
+        for each in self._finish:
+            each()
 
     def await_targets(self) -> None:
         """Wait for copies under way that would still write to, or read, the tensors to fill."""

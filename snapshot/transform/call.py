@@ -22,7 +22,7 @@ from snapshot.io.storage import Storage
 from snapshot.io.url import PER_HOST, URL
 from snapshot.loading.archive_checksums import expect_sound_archives, find_archives, group_by_archive
 from snapshot.loading.left_out import stored_in
-from snapshot.loading.open import Opened, expect_files, open_checkpoint
+from snapshot.loading.open import Opened, expect_conditions, expect_files, open_checkpoint
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document, check_tensor, find_locations
@@ -163,6 +163,15 @@ def selected_locations(document: Document, select: Sequence[str], exclude: Seque
         return found
     chosen = select_entries(document, select, exclude)
     return (found & document.own_files.keys()) | find_locations(chosen, document.files)
+
+
+def expect_selected(opened: Opened, select: Sequence[str], exclude: Sequence[str]) -> None:
+    """Raise unless all files of a snapshot are there, and those of a selection may be used."""
+    document = opened.document
+    run(expect_files(opened, selected_locations(document, select, exclude), conditions=False))
+    if isinstance(document, ForeignDocument) and document.conditions:
+        chosen = select_entries(document, select, exclude)
+        run(expect_conditions(opened, find_locations(chosen, document.files)))
 
 
 def seen_by_rank(document: Document, select: Sequence[str], exclude: Sequence[str], rename: Rename | None) -> RankView:

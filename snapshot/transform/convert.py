@@ -11,16 +11,16 @@ from snapshot.formats.registry import SNAPSHOT
 from snapshot.io.loop import run
 from snapshot.io.url import URL, Location
 from snapshot.loading.mapping import map_checkpoint
-from snapshot.loading.open import Opened, expect_files
+from snapshot.loading.open import Opened
 from snapshot.manifest.document import METADATA
 from snapshot.manifest.entries import AnyTensor
 from snapshot.reports import ConvertReport
 from snapshot.transform.call import (
     expect_checksums,
     expect_common_place,
+    expect_selected,
     open_sources,
     select_entries,
-    selected_locations,
 )
 from snapshot.transform.export import Export, ExportPlan, ExportRequest
 from snapshot.transform.sources import CheckpointSource, reads_ranges
@@ -105,7 +105,7 @@ def convert_checkpoint(operation: Operation, origin: Location, target: Target, c
             tensor_map = registry.resolve(written, written.choose_map)(prepared, found.document.manifest)
     opened = map_checkpoint(found, tensor_map)
     document = opened.document
-    run(expect_files(opened, selected_locations(document, choice.select, choice.exclude)))
+    expect_selected(opened, choice.select, choice.exclude)
     if choice.verify:
         expect_checksums(operation.exchange, opened, select_entries(document, choice.select, choice.exclude))
     report = write_checkpoint(operation, opened, choice, target, prepared=prepared)

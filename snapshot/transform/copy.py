@@ -53,8 +53,8 @@ from snapshot.tensors.digest import digest_range
 from snapshot.transform.call import (
     expect_checksums,
     expect_common_place,
+    expect_selected,
     open_sources,
-    selected_locations,
     share_whole,
 )
 from snapshot.transform.sources import CopiedFile, checked_files, copy_files_through, stat_files
@@ -314,7 +314,7 @@ def _copy_selection(
     """Copy a selection of a snapshot as a new snapshot, since files also contain other entries."""
     run(load_parts(opened, list(opened.document.parts)))
     expand_chosen_trees(opened, choice)
-    run(expect_files(opened, selected_locations(opened.document, choice.select, choice.exclude)))
+    expect_selected(opened, choice.select, choice.exclude)
     if choice.verify:
         expect_checksums(operation.exchange, opened)
     write_as_snapshot(opened, choice, target, operation)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from snapshot import RestoreError, RestoreOptions, Snapshot, SnapshotError
+from snapshot import CorruptSnapshotError, RestoreError, RestoreOptions, Snapshot, SnapshotError
 from snapshot_megatron.adapter import MegatronState
 from tests.helpers.rank_pool import Pool
 from tests.plugins.snapshot_megatron.megatron_jobs import resume, state_of, take, trained
@@ -104,7 +104,7 @@ def test_megatron_state_restores_the_optimizer_of_a_directory_of_megatron(four, 
 
 def _refuse_directory(path):
     job = build(SPLITS["tensor"])
-    with pytest.raises(RestoreError, match="fully_reshardable"):
+    with pytest.raises(CorruptSnapshotError, match="fully_reshardable"):
         Snapshot(path).restore({"megatron": state_of(job)})
 
 
