@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from snapshot.formats.foreign import ForeignDocument
+from snapshot.events import log
+from snapshot.formats.foreign import ForeignDocument, make_dict
 from snapshot.formats.registry import SearchedFolder
+from snapshot.formats.safe_pickle import evaluate_pickle
+from snapshot.formats.to_entries import make_entries as make_entries_of
+from snapshot.formats.to_entries import read_pickle
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.storage import Storage
 from snapshot.manifest.document import DerivedFile
-from snapshot.manifest.entries import AnyTensor
-from snapshot.manifest.paths import decode_component
+from snapshot.manifest.entries import AnyTensor, ObjectEntry, ShardedTensorEntry
+from snapshot.manifest.paths import decode_component, encode_component
+from snapshot_megatron.bucket_space import BUCKET, LayoutError, derive_layout, find_buckets, make_entries
 from snapshot_megatron.main_parameters import CAUSE, MainParameters, find_pairs
 
 STATE = "optimizer.state."
 """Beginning of `optimizer.state.<param, exp_avg, ...>.<key of the model>`."""
 PARAM = f"{STATE}param."
+GO_ON = "load it with Megatron-core, and save it with MegatronState(optimizer=...)"
+UNKNOWN_ORDER = f"the order of parameters in the buckets of its version is not known; {GO_ON}"
+LONGEST = 1 << 20
+"""Bytes of an optimizer's groups of parameters."""
+_OF_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
+_DISTRIBUTED = re.compile(_OF_OPTIMIZER.pattern + r"distributed\.")
+_GROUPS = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.optimizer/shard_\d+_\d+")
 GUARDED = " (optimizer)"
 """What the name of a file gets, for the part of it that belongs to the optimizer."""
 
@@ -30,7 +43,100 @@ async def refine(folder: SearchedFolder, found: ForeignDocument) -> ForeignDocum
         for path, entry in found.manifest.items()
         if path.count("/") == 1 and entry.is_tensor
     }
+    if any(BUCKET.fullmatch(name) for name in tensors):
+        return await _join_buckets(folder, found, tensors)
     return guard_optimizer(found, tensors, CAUSE)
+
+
+async def _join_buckets(
+    folder: SearchedFolder, found: ForeignDocument, tensors: Mapping[str, AnyTensor]
+) -> ForeignDocument:
+    """Return a `dp_reshardable` checkpoint with the optimizer's state in the form of the model."""
+    weights = {name: each for name, each in tensors.items() if not _OF_OPTIMIZER.match(name)}
+    try:
+        buckets = find_buckets(tensors)
+        entries = make_entries(weights, buckets, derive_layout(weights, buckets))
+        groups = await _read_groups(folder, found)
+    except LayoutError as error:
+        return _refuse(folder, found, weights, {BUCKET.fullmatch(name) for name in tensors} - {None}, str(error))
+    made = {f"{STATE}{name}": entry for name, entry in entries.items()}
+    manifest: dict[str, Any] = {}
+    for path, entry in found.manifest.items():
+        name = decode_component(path.split("/", 2)[1])
+        if not _DISTRIBUTED.match(name) and name != "optimizer":
+            manifest[path] = entry
+    manifest |= {f"0/{encode_component(name)}": entry for name, entry in made.items()}
+    manifest |= groups
+    names = dict.fromkeys(decode_component(path.split("/", 2)[1]) for path in manifest)
+    joined = msgspec.structs.replace(found, manifest=manifest, root=make_dict(names))
+    return guard_optimizer(joined, {**weights, **made}, UNKNOWN_ORDER) or joined
+
+
+def _refuse(
+    folder: SearchedFolder, found: ForeignDocument, weights: Mapping[str, AnyTensor], names: Collection[Any], why: str
+) -> ForeignDocument:
+    """Return a checkpoint whose optimizer is listed by the names of the model, and cannot be read by them."""
+    lacks = f"the optimizer's state cannot be brought into the form of the model: {why}; {GO_ON}"
+    if not weights:
+        log.warning("%s: %s", folder.url, lacks)
+        return found
+    location = next(iter(found.files))
+    files = {**found.files, location: msgspec.structs.replace(found.files[location], lacks=lacks)}
+    manifest = dict(found.manifest)
+    for state in sorted({match[7] for match in names}):
+        for name, entry in weights.items():
+            empty = ShardedTensorEntry("float32", tuple(entry.shape), [])
+            manifest[f"0/{encode_component(f'{STATE}{state}.{name}')}"] = empty
+    names = dict.fromkeys(decode_component(path.split("/", 2)[1]) for path in manifest)
+    return msgspec.structs.replace(found, manifest=manifest, files=files, root=make_dict(names))
+
+
+async def _read_groups(folder: SearchedFolder, found: ForeignDocument) -> dict[str, Any]:
+    """Return the entries of the groups of all optimizers, as `common.pt` of other directories has them.
+
+    All ranks have the same groups. Those of a rank without parameters of a group may lack it, so two are read.
+    """
+    objects: dict[int, dict[int, ObjectEntry]] = {}
+    for path, entry in found.manifest.items():
+        match = _GROUPS.fullmatch(decode_component(path.removeprefix("0/")))
+        if match is not None and isinstance(entry, ObjectEntry):
+            objects.setdefault(int(match[1] or 0), {})[int(match[2])] = entry
+    chains: dict[Any, Any] = {}
+    length = 0
+    for chain, those in sorted(objects.items()):
+        groups: list[Any] = []
+        for number in sorted({min(those), max(those)}):
+            size, state = await _read_object(folder, those[number])
+            length += size
+            groups += [each for each in state["param_groups"] if each not in groups]
+        chains[chain] = {"optimizer": {"param_groups": groups}}
+    held = chains[0] if chains.keys() == {0} else chains
+    try:
+        return make_entries_of({"0/optimizer": held}, "0/optimizer", _refuse_tensor, length, inline=bytearray())
+    except ValueError as error:
+        raise LayoutError(f"the groups of its parameters are not plain values: {error}") from error
+
+
+async def _read_object(folder: SearchedFolder, entry: ObjectEntry) -> tuple[int, Any]:
+    """Return an optimizer's state without its tensors, and the length of its pickle."""
+    where = folder.url.join(entry.location)
+    if entry.serializer != "torch_save" or entry.nbytes > LONGEST:
+        raise LayoutError(f"the groups of its parameters must be an archive of at most {LONGEST:,} bytes")
+    data = bytearray(entry.nbytes)
+    await folder.linkless.read_into(entry.location, entry.byte_range[0], [data])
+    try:
+        content = read_pickle(data)
+        held = evaluate_pickle(content, where)
+        held = held[0] if type(held) is list and held else held
+        if type(held) is not dict or type(held.get("param_groups")) is not list:
+            raise ValueError("has no param_groups")
+    except (ValueError, KeyError) as error:
+        raise LayoutError(f"{where}: {error}") from error
+    return len(content), held
+
+
+def _refuse_tensor(path: str, found: Any) -> Any:
+    raise ValueError("a tensor in an object")
 
 
 def guard_optimizer(found: ForeignDocument, tensors: Mapping[str, AnyTensor], cause: str) -> ForeignDocument | None:
