@@ -4,9 +4,10 @@ Their optimizer is stored as buckets: flat tensors, in which the parameters of o
 other. No name is in them. But the rules are few, and the directory has the model's weights, in the order of its
 modules and in the boxes of the ranks. Parameters are laid out in reverse, each begins at a multiple of 64, and a bucket
 ends where the next one begins. A job writes each parameter as parts of its own, so the ends of parts are the ends of
-parameters. A layout is accepted only if all of them fit, and if it is the only one that does.
+parameters. A layout is accepted only if all of them fit.
 
-Nothing is read here. Whether the values are those of the weights is a condition of the read.
+Nothing is read here. Whether the values are those of the weights is a condition of the read, and decides if several
+layouts fit.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ ALIGNED = 64
 """Elements, at a multiple of which each parameter begins."""
 MOST_STEPS = 20_000_000
 """Parameters that are laid out in all attempts together. A model with 10,000 of them needs 100,000."""
-MOST_LAYOUTS = 4
-"""Layouts that fit, after which no more are looked for: only one is accepted."""
+MOST_LAYOUTS = 8
+"""Layouts that fit, after which no more are looked for."""
 _LAYER = re.compile(r"^(.*?layers\.)(?:(\d{1,6})\.)?(.*)$")
 EXPERTS = ".experts."
 
@@ -120,6 +121,8 @@ class Weight:
                 raise LayoutError(f"{key} must have a part for each layer and expert, got [{box}]")
             grouped[box.offsets[: self.leading]].append(Box(box.offsets[self.leading :], box.sizes[self.leading :]))
         self.rest = self.shape[self.leading :]
+        self.rest_of_layer = self.shape[self.leading - (EXPERTS in key) :]
+        """The shape in one layer. That of experts has an axis for them."""
         parts = {tuple(sorted(boxes, key=_offsets)) for boxes in grouped.values()}
         if len(grouped) != math.prod(self.shape[: self.leading]) or len(parts) != 1:
             raise LayoutError(f"{key} must have the same parts for each layer and expert")
@@ -140,16 +143,18 @@ class Weight:
         raise LayoutError(f"{self.key} must be cut on one axis")
 
     def is_cut(self, ranks: int) -> bool:
-        """Return True if so many ranks of tensor parallelism may have cut it, or all have the whole."""
-        return len(self.parts) == 1 or len(self.parts) % ranks == 0
+        """Return True if so many ranks of tensor parallelism may have cut it, or all have the whole.
+
+        A rank has several parts only of a gated layer, which is cut on the first axis.
+        """
+        parts = len(self.parts)
+        return ranks == 1 or parts in (1, ranks) or (parts % ranks == 0 and self.axis == 0)
 
     def local(self, rank: int, ranks: int, index: Shape) -> Local:
         """Return what a rank has of one layer or expert. Each part of a gated layer is cut by itself."""
         if ranks == 1 or len(self.parts) == 1:
             return Local(self.key, index, self.rest, (whole_box(self.rest),))
         boxes = self.parts[rank::ranks]
-        if len(boxes) > 1 and self.axis:
-            raise LayoutError(f"{self.key} must be cut on its first axis to be a gated layer")
         sizes = list(boxes[0].sizes)
         sizes[self.axis] = sum(box.sizes[self.axis] for box in boxes)
         return Local(self.key, index, tuple(sizes), boxes)
@@ -213,6 +218,9 @@ class Split:
     """In which the experts of a rank follow each other: by `expert`, by `name`, or by `module`."""
 
 
+Buffers = Mapping[tuple[int, str], Sequence[Sequence[tuple[Place, Bucket]]]]
+
+
 @dataclass
 class _Search:
     """A search for layouts. It ends with an error if it takes too many steps."""
@@ -223,6 +231,17 @@ class _Search:
     furthest: tuple[int, str] = (-1, "nothing was tried")
     dtypes: dict[str, str] = field(default_factory=dict)
     """Dtype of each weight."""
+    _buffers: dict[int, Buffers] = field(default_factory=dict)
+
+    def buffers(self, chain: int) -> Buffers:
+        """Return the buckets of one optimizer of a chain, by group and dtype, for each buffer in order."""
+        if chain not in self._buffers:
+            grouped: dict[tuple[int, str], dict[int, list[tuple[Place, Bucket]]]] = {}
+            for place in sorted(each for each in self.buckets if each.chain == chain):
+                buffers = grouped.setdefault((place.group, place.dtype), {})
+                buffers.setdefault(place.buffer, []).append((place, self.buckets[place]))
+            self._buffers[chain] = {key: list(buffers.values()) for key, buffers in grouped.items()}
+        return self._buffers[chain]
 
     def count(self, steps: int) -> None:
         """Count steps."""
@@ -235,15 +254,15 @@ class _Search:
         self.furthest = max(self.furthest, (fitted, what), key=lambda each: each[0])
 
 
-def derive_layout(weights: Mapping[str, AnyTensor], buckets: Mapping[Place, Bucket]) -> list[Run]:
-    """Return where each parameter of each rank is in the buckets.
+def derive_layouts(weights: Mapping[str, AnyTensor], buckets: Mapping[Place, Bucket]) -> list[list[Run]]:
+    """Return where each parameter of each rank is in the buckets. Nearly always, there is only one such layout.
 
     Args:
         weights: The tensors of the model by key, in the order of its modules.
         buckets: Those of `find_buckets`.
 
     Raises:
-        LayoutError: No layout fits, or several do.
+        LayoutError: No layout fits.
     """
     if not weights:
         raise LayoutError("the directory has no weights of the model, whose names and boxes are needed")
@@ -258,13 +277,11 @@ def derive_layout(weights: Mapping[str, AnyTensor], buckets: Mapping[Place, Buck
         for runs in _find_layouts(search, dense, experts):
             if not any(_is_same(runs, each) for each in layouts):
                 layouts.append(runs)
-            if len(layouts) >= MOST_LAYOUTS:
-                break
+            if len(layouts) == MOST_LAYOUTS:
+                return layouts
     if not layouts:
         raise LayoutError(f"no layout fits: {search.furthest[1]}")
-    if len(layouts) > 1:
-        raise LayoutError(f"{len(layouts)} layouts or more fit, and one only must")
-    return layouts[0]
+    return layouts
 
 
 def _is_same(here: Sequence[Run], there: Sequence[Run]) -> bool:
@@ -318,12 +335,7 @@ class _Attempt:
         """
         self._search, self._chain, self._ranks, self._stages = search, chain, ranks, stages
         self._split, self._tied, self._kinds = split, tied, kinds
-        self._buffers: dict[tuple[int, str], list[list[tuple[Place, Bucket]]]] = {}
-        grouped: dict[tuple[int, str], dict[int, list[Place]]] = defaultdict(lambda: defaultdict(list))
-        for place in sorted(each for each in search.buckets if each.chain == chain):
-            grouped[place.group, place.dtype][place.buffer].append(place)
-        for key, buffers in grouped.items():
-            self._buffers[key] = [[(each, search.buckets[each]) for each in places] for places in buffers.values()]
+        self._buffers = search.buffers(chain)
         self._chunks = max(map(len, self._buffers.values()))
         self._dtypes = sorted({dtype for _, dtype in self._buffers})
         self._sizes: dict[int, list[int]] = {}
@@ -340,6 +352,7 @@ class _Attempt:
         parts, layers = self._stages * self._chunks, len(self._search.model.layers)
         if not self._is_possible():
             return
+        self._search.note(0, f"{self.name}, no part of the pipeline fits")
         stack: list[tuple[list[range], Iterator[range]]] = [([], self._spans_of(0, 0, parts, layers))]
         while stack:
             spans, more = stack[-1]
@@ -363,6 +376,9 @@ class _Attempt:
                 self._search.note(
                     0, f"{self.name}, {weight.key} would have {ranks} parts, and it has {len(weight.parts)}"
                 )
+                return False
+            if is_expert and weight.rest_of_layer[0] % self._split.expert:
+                self._search.note(0, f"{self.name}, {weight.key} would have no whole share for each rank")
                 return False
         return True
 
@@ -420,9 +436,10 @@ class _Attempt:
     def _local_experts(self, rank: int, weights: Sequence[tuple[Weight, Shape]]) -> list[Local]:
         split = self._split
         within = rank % split.tensor
-        counts = {weight.shape[len(index)] for weight, index in weights}
-        if len(counts) != 1 or (count := counts.pop()) % split.expert:
-            raise LayoutError(f"{weights[0][0].key} must have as many experts as others, and a share for each rank")
+        counts = {weight.rest_of_layer[0] for weight, _ in weights}
+        if len(counts) != 1:
+            raise LayoutError(f"{weights[0][0].key} must have as many experts as others of its layer")
+        count = counts.pop()
         first = rank // split.tensor * (count // split.expert)
         own = range(first, first + count // split.expert)
         order: list[tuple[Weight, Shape, int]] = []

@@ -19,7 +19,7 @@ from snapshot.io.storage import Storage
 from snapshot.manifest.document import DerivedFile
 from snapshot.manifest.entries import AnyTensor, ObjectEntry, ShardedTensorEntry
 from snapshot.manifest.paths import decode_component, encode_component
-from snapshot_megatron.bucket_space import BUCKET, LayoutError, derive_layout, find_buckets, make_entries
+from snapshot_megatron.bucket_space import BUCKET, LayoutError, derive_layouts, find_buckets, make_entries
 from snapshot_megatron.main_parameters import CAUSE, MainParameters, find_pairs
 
 STATE = "optimizer.state."
@@ -55,7 +55,8 @@ async def _join_buckets(
     weights = {name: each for name, each in tensors.items() if not _OF_OPTIMIZER.match(name)}
     try:
         buckets = find_buckets(tensors)
-        entries = make_entries(weights, buckets, derive_layout(weights, buckets))
+        layouts = derive_layouts(weights, buckets)
+        entries = await _choose(folder, found, weights, [make_entries(weights, buckets, each) for each in layouts])
         groups = await _read_groups(folder, found)
     except LayoutError as error:
         return _refuse(folder, found, weights, {BUCKET.fullmatch(name) for name in tensors} - {None}, str(error))
@@ -70,6 +71,27 @@ async def _join_buckets(
     names = dict.fromkeys(decode_component(path.split("/", 2)[1]) for path in manifest)
     joined = msgspec.structs.replace(found, manifest=manifest, root=make_dict(names))
     return guard_optimizer(joined, {**weights, **made}, UNKNOWN_ORDER) or joined
+
+
+async def _choose(
+    folder: SearchedFolder,
+    found: ForeignDocument,
+    weights: Mapping[str, AnyTensor],
+    layouts: Sequence[dict[str, AnyTensor]],
+) -> dict[str, AnyTensor]:
+    """Return the only layout, or the only one whose main parameters round to the weights."""
+    if len(layouts) == 1:
+        return layouts[0]
+    if folder.reads is None:
+        raise LayoutError(f"{len(layouts)} layouts fit, and their values cannot be compared")
+    agreeing = []
+    for each in layouts:
+        mains = {name.removeprefix("param."): main for name, main in each.items() if name.startswith("param.")}
+        if await MainParameters(*find_pairs(mains, weights), found.files, "").agree(folder.reads(found)):
+            agreeing.append(each)
+    if len(agreeing) != 1:
+        raise LayoutError(f"{len(layouts)} layouts fit, and the main parameters of {len(agreeing)} of them the weights")
+    return agreeing[0]
 
 
 def _refuse(

@@ -93,6 +93,11 @@ class MainParameters:
             self._sampled = json.loads(shared)
         return self._sampled
 
+    async def agree(self, opened: Opened) -> bool:
+        """Return True if the elements that are compared round to the weights, and prove anything."""
+        differing, proven = await self._compare(opened, self._compare_samples)
+        return not differing and proven > 0
+
     async def _sample(self, opened: Opened) -> bytes:
         differing, proven = await self._compare(opened, self._compare_samples)
         if self._without or not proven:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from typing import Any
 
 from snapshot.errors import StorageError, StorageNotFoundError
 from snapshot.formats import hugging_face
@@ -15,7 +16,11 @@ from snapshot.io.url import URL
 
 
 async def find_checkpoint(
-    url: URL, storage: Storage, beside: Callable[[URL], Storage], limit: int
+    url: URL,
+    storage: Storage,
+    beside: Callable[[URL], Storage],
+    limit: int,
+    reads: Callable[[ForeignDocument], Any],
 ) -> ForeignDocument | None:
     """Return the checkpoint of another library at a URL; None if there is none.
 
@@ -24,8 +29,9 @@ async def find_checkpoint(
         storage: The storage of `url`, if it is a folder.
         beside: Function that opens another storage.
         limit: Maximum length of a description to read.
+        reads: Function that returns the `Opened` of a document.
     """
-    found = await describe_folder(SearchedFolder(url, storage, beside, limit))
+    found = await describe_folder(SearchedFolder(url, storage, beside, limit, reads))
     if found is not None and found.place == storage.url:
         found.place = url
     return found or await _describe_file(url, beside, limit)

@@ -105,9 +105,19 @@ class Format:
 class SearchedFolder:
     """A folder in which a checkpoint is looked for."""
 
-    def __init__(self, url: URL, storage: Storage, beside: Callable[[URL], Storage], limit: int) -> None:
-        """`beside` opens another storage. `limit`: the maximum length of a description to read."""
-        self.url, self.storage, self.beside, self.limit = url, storage, beside, limit
+    def __init__(
+        self,
+        url: URL,
+        storage: Storage,
+        beside: Callable[[URL], Storage],
+        limit: int,
+        reads: Callable[[ForeignDocument], Any] | None = None,
+    ) -> None:
+        """`beside` opens another storage. `limit`: the maximum length of a description to read.
+
+        `reads` returns the `Opened` of a document, with which a format reads values that it must know to describe them.
+        """
+        self.url, self.storage, self.beside, self.limit, self.reads = url, storage, beside, limit, reads
         self._names: list[str] | None = None
 
     @property

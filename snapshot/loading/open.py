@@ -147,7 +147,8 @@ async def find_foreign(session: Session) -> ForeignDocument | None:
     """Return the checkpoint of another library that is here; None if there is none that its readers know."""
     from snapshot.formats.detect import find_checkpoint  # with the readers of all formats, which are rarely needed
 
-    return await find_checkpoint(session.url, session.storage, session.open_beside, session.settings.manifest_bytes)
+    limit, reads = session.settings.manifest_bytes, partial(add_layers, session)
+    return await find_checkpoint(session.url, session.storage, session.open_beside, limit, reads)
 
 
 async def checkpoint_exists(session: Session) -> bool:
