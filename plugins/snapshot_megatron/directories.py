@@ -64,7 +64,7 @@ async def _join_buckets(
     manifest: dict[str, Any] = {}
     for path, entry in found.manifest.items():
         name = decode_component(path.split("/", 2)[1])
-        if not _DISTRIBUTED.match(name) and name != "optimizer":
+        if not _DISTRIBUTED.match(name) and (name != "optimizer" or not groups):
             manifest[path] = entry
     manifest |= {f"0/{encode_component(name)}": entry for name, entry in made.items()}
     manifest |= groups
@@ -132,6 +132,8 @@ async def _read_groups(folder: SearchedFolder, found: ForeignDocument) -> dict[s
             length += size
             groups += [each for each in state["param_groups"] if each not in groups]
         chains[chain] = {"optimizer": {"param_groups": groups}}
+    if not chains:
+        return {}
     held = chains[0] if chains.keys() == {0} else chains
     try:
         return make_entries_of({"0/optimizer": held}, "0/optimizer", _refuse_tensor, length, inline=bytearray())

@@ -1,5 +1,7 @@
-"""Directories that Megatron-core wrote, read without it: main parameters are compared with the weights beside them."""
+"""Directories as Megatron-core writes them, read without it: `fully_reshardable` and `dp_reshardable` ones."""
 
+import dataclasses
+import itertools
 import logging
 
 import pytest
@@ -8,8 +10,12 @@ import torch
 import snapshot
 from snapshot import CorruptSnapshotError, RestoreOptions, Snapshot, StateDict
 from snapshot.cli import main
+from snapshot.errors import UnsupportedFormatError
+from snapshot.formats import registry
 from snapshot_megatron.main_parameters import are_rounded
-from tests.plugins.snapshot_megatron.torch_dist_directories import by_layers, write_directory
+from tests.plugins.snapshot_megatron import bucket_layouts
+from tests.plugins.snapshot_megatron.bucket_layouts import STATES, Job
+from tests.plugins.snapshot_megatron.torch_dist_directories import Pieces, by_layers, write_directory
 
 LAYERS, EXPERTS = 7, 3
 SHAPES = {
@@ -164,3 +170,140 @@ def test_main_parameters_halfway_between_two_weights_may_be_rounded_to_both():
     main = torch.tensor([1 + 2**-8, 1 + 2**-8, 1 + 2**-8, float("nan"), float("inf"), 1 + 2**-9, -0.0])
     weights = torch.tensor([1.0, 1 + 2**-7, 1 + 2**-6, float("nan"), float("inf"), 1 + 2**-7, 0.0])
     assert are_rounded(main, weights.bfloat16()).tolist() == [True, True, False, True, True, False, True]
+
+
+# dp_reshardable
+
+GROUPS = [{"wd_mult": 1.0, "lr_mult": 1.0, "lr": 0.5, "betas": (0.9, 0.95), "min_lr": None, "step": 3.0}]
+
+
+def _write_buckets(folder, job, seed=0, change=lambda name, flat: flat, without=(), groups=None):
+    """Write a `dp_reshardable` directory of a job. Return the whole tensors by state and key."""
+    whole, pieces, buckets = bucket_layouts.make(job, seed)
+    state = {}
+    for key, those in pieces.items():
+        tensor = whole["param"][key].bfloat16()
+        cut = {at: tensor[tuple(map(slice, at, map(sum, zip(at, sizes, strict=True))))] for at, sizes in those}
+        state[key] = Pieces(tensor.shape, {at: each.contiguous() for at, each in cut.items()})
+    for name, flat, ends in buckets:
+        held = change(name, flat)
+        pairs = itertools.pairwise(ends)
+        state[name] = Pieces(flat.shape, {(low,): held[low:high].clone() for low, high in pairs})
+        group = name.partition(".gbuf_idx")[0]
+        state[f"{group}.optimizer/shard_0_1"] = [{"param_groups": GROUPS} if groups is None else groups]
+        state[f"{group}.per_bucket_numel/shard_0_1"] = [[{(torch.bfloat16, torch.float32): [flat.numel()]}]]
+    kept = {key: each for key, each in state.items() if key not in without}
+    write_directory(folder, kept, {"optimizer": {"param_state_sharding_type": "dp_reshardable"}})
+    return whole
+
+
+JOBS = {
+    "both": Job(tensor=2, stages=2, data=4, spans=(2, 1), bucket=1500),
+    "tied": Job(stages=2, chunks=2, data=4, spans=(1, 1, 1, 1), tied=True),
+    "experts": Job(tensor=2, expert=2, experts=4, data=4, order="name"),
+    "ambiguous": bucket_layouts.draw(26),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_dp_reshardable_directory_is_read_in_the_form_of_the_model(tmp_path, name):
+    job = JOBS[name]
+    whole = _write_buckets(tmp_path / "d", job)
+    opened = Snapshot(tmp_path / "d")
+    listed = set(opened.get_manifest())
+    assert not [path for path in listed if "distributed" in path]
+    assert {f"0/optimizer.state.{state}.{key}" for state in STATES for key in whole[state]} <= listed
+    for state in STATES:
+        for key, tensor in whole[state].items():
+            assert torch.equal(opened.read_object(f"optimizer.state.{state}.{key}"), tensor)
+    part = opened.read_object("optimizer.state.exp_avg.decoder.final_layernorm.weight", box=[slice(3, 5)])
+    assert torch.equal(part, whole["exp_avg"]["decoder.final_layernorm.weight"][3:5])
+    groups = opened.read_object("optimizer/0/optimizer" if job.expert > 1 else "optimizer/optimizer")
+    assert groups == {"param_groups": GROUPS}
+    report = opened.verify()
+    assert report.ok
+    assert report.unverifiable == 0
+
+
+def test_dp_reshardable_directory_is_converted_and_equal_to_the_same_step_in_another_split(tmp_path, capsys):
+    job = Job(spans=(3,))
+    whole = _write_buckets(tmp_path / "a", job)
+    _write_buckets(tmp_path / "b", dataclasses.replace(job, tensor=2, stages=3, data=4, spans=(1, 1, 1), bucket=700))
+    assert Snapshot.diff(tmp_path / "a", tmp_path / "b").same
+    Snapshot(tmp_path / "a").convert(tmp_path / "s")
+    Snapshot(tmp_path / "b").convert(tmp_path / "w.safetensors", select=["optimizer.state.*"])
+    assert Snapshot.diff(tmp_path / "s", tmp_path / "b").same
+    loaded = snapshot.load(tmp_path / "w.safetensors")
+    assert loaded.keys() == {f"optimizer.state.{state}.{key}" for state in STATES for key in whole[state]}
+    assert all(torch.equal(loaded[f"optimizer.state.param.{key}"], each) for key, each in whole["param"].items())
+    assert main(["ls", str(tmp_path / "b"), "--flat"]) == 0
+    assert "optimizer.state.exp_avg_sq.output_layer.weight" in capsys.readouterr().out
+    live = StateDict({f"optimizer.state.exp_avg.{key}": torch.zeros_like(each) for key, each in whole["param"].items()})
+    Snapshot(tmp_path / "b").restore({"m": live}, options=RestoreOptions(select=["m/optimizer.state.exp_avg.*"]))
+    assert all(torch.equal(live[f"optimizer.state.exp_avg.{key}"], each) for key, each in whole["exp_avg"].items())
+
+
+def test_dp_reshardable_directory_with_another_order_of_parameters_is_refused(tmp_path):
+    """Such as of a version that lays out parameters of one shape in another order."""
+    key = "optimizer.state.exp_avg.output_layer.weight"
+    size = Job().words * Job().hidden
+
+    def swapped(name, flat):
+        return torch.cat([flat[:size].flip(0), flat[size:]])  # the output layer is the first one in its bucket
+
+    whole = _write_buckets(tmp_path / "d", Job(), change=swapped)
+    opened = Snapshot(tmp_path / "d")
+    with pytest.raises(
+        CorruptSnapshotError, match=r"output_layer\.weight; the order of parameters .* is not known; load"
+    ):
+        opened.read_object(key)
+    assert torch.equal(opened.read_object("output_layer.weight"), whole["param"]["output_layer.weight"].bfloat16())
+    assert not opened.verify().ok
+
+
+def test_dp_reshardable_directory_whose_layout_does_not_fit_is_refused_by_name(tmp_path, capsys):
+    frozen = "decoder.layers.mlp.linear_fc2.bias"
+    whole = _write_buckets(tmp_path / "d", JOBS["both"], without=[frozen])
+    opened = Snapshot(tmp_path / "d")
+    name = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight"
+    words = (
+        r"cannot be brought into the form of the model: no layout fits: with .*; load it with Megatron-core, and save"
+    )
+    live = StateDict({name: torch.zeros_like(whole["exp_avg"]["decoder.layers.mlp.linear_fc2.weight"])})
+    for call in (
+        lambda: opened.read_object(name),
+        lambda: opened.restore({"m": live}, options=RestoreOptions(select=[f"m/{name}"])),
+        lambda: opened.convert(tmp_path / "s"),
+        lambda: snapshot.load(tmp_path / "d"),
+    ):
+        with pytest.raises(UnsupportedFormatError, match=words):
+            call()
+    assert not live[name].any()
+    assert main(["ls", str(tmp_path / "d"), "--flat"]) == 0
+    assert name in capsys.readouterr().out
+    for key, tensor in whole["param"].items():
+        if key != frozen:
+            assert torch.equal(opened.read_object(key), tensor.bfloat16())
+    flat = next(path for path in opened.get_manifest() if path.endswith("bucket_idx_0.param"))
+    assert opened.read_object(flat).dim() == 1  # as DCP opens it
+
+
+def test_dp_reshardable_directory_without_weights_or_plugin_is_opened_as_by_dcp(tmp_path, caplog, monkeypatch):
+    whole = _write_buckets(tmp_path / "a", Job(), without=Job().weights())
+    with caplog.at_level(logging.WARNING, "snapshot"):
+        assert not [path for path in Snapshot(tmp_path / "a").get_manifest() if "optimizer.state" in path]
+    assert "has no weights of the model" in caplog.text
+    _write_buckets(tmp_path / "b", Job())
+    others = tuple(each for each in registry.formats() if not each.refines)
+    monkeypatch.setattr(registry, "formats", lambda: others)
+    paths = Snapshot(tmp_path / "b").get_manifest()
+    assert not [path for path in paths if "optimizer.state" in path]
+    assert [path for path in paths if path.endswith("bucket_idx_0.exp_avg")]
+    assert whole
+
+
+@pytest.mark.parametrize("groups", [[{"lr": torch.ones(3)}], 5, None])
+def test_dp_reshardable_directory_whose_groups_are_no_plain_values_is_refused(tmp_path, groups):
+    _write_buckets(tmp_path / "d", Job(), groups={"param_groups": groups} if groups else [])
+    with pytest.raises(UnsupportedFormatError, match=r"cannot be brought .*: .*(plain|groups)"):
+        Snapshot(tmp_path / "d").read_object("optimizer.state.param.output_layer.weight")

@@ -46,5 +46,6 @@ def by_layers(tensor, axes=1, parts=1):
 
 def write_directory(folder, state, common=None):
     """Write tensors, `Pieces` and objects by name, in their order, and common state."""
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, thread_count=1), planner=Planner(), no_dist=True)
+    planner = Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, thread_count=1), planner=planner, no_dist=True)
     torch.save({"iteration": 3, **(common or {})}, folder / "common.pt")
