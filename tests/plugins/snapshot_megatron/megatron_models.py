@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import os
 import tempfile
 import zlib
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from tests.helpers.forked_ranks import fork_ranks
+from tests.helpers.megatron_dirs import save
 from tests.plugins.snapshot_megatron.megatron_on_cpu import import_megatron
 
 WORDS, ROWS, HIDDEN, INNER, EXPERTS = 37, 64, 24, 40, 4
@@ -50,6 +50,8 @@ class Layout:
     bf16: bool = True
     instances: int = 1
     layers: int = 4
+    hidden: int = HIDDEN
+    inner: int = INNER
 
 
 def whole(key, what, shape):
@@ -263,12 +265,12 @@ def build(layout=Layout()):
     model_parallel_cuda_manual_seed(0)
     dtype = torch.bfloat16 if layout.bf16 else torch.float32
     mixture = {
-        "num_moe_experts": EXPERTS, "moe_router_topk": 2, "moe_grouped_gemm": False, "moe_ffn_hidden_size": INNER,
-        "moe_token_dispatcher_type": "alltoall",
+        "num_moe_experts": EXPERTS, "moe_router_topk": 2, "moe_grouped_gemm": False,
+        "moe_ffn_hidden_size": layout.inner, "moe_token_dispatcher_type": "alltoall",
     }  # fmt: skip
     config = TransformerConfig(
-        num_layers=layout.layers, hidden_size=HIDDEN, num_attention_heads=4, num_query_groups=2,
-        ffn_hidden_size=INNER, use_cpu_initialization=True, bf16=layout.bf16, params_dtype=dtype,
+        num_layers=layout.layers, hidden_size=layout.hidden, num_attention_heads=4, num_query_groups=2,
+        ffn_hidden_size=layout.inner, use_cpu_initialization=True, bf16=layout.bf16, params_dtype=dtype,
         pipeline_dtype=dtype, gated_linear_unit=True, activation_func=torch.nn.functional.silu,
         add_bias_linear=not layout.experts, tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline, expert_model_parallel_size=layout.expert,
@@ -310,12 +312,7 @@ def build(layout=Layout()):
 
 def write(job, folder, kind):
     """Write Megatron's own directory. Its writer forks: snapshots must not have been taken in this process."""
-    from megatron.core import dist_checkpointing
-
-    if dist.get_rank() == 0:
-        os.makedirs(folder, exist_ok=True)
-    dist.barrier()
-    dist_checkpointing.save(job.state(kind), str(folder), content_metadata=describe(kind))
+    save(job.state(kind), folder, content_metadata=describe(kind))
     dist.barrier()
 
 

@@ -1,0 +1,75 @@
+"""Directories that Megatron-core 0.16.1 wrote, in `megatron_files.zip`, read without it. `write_megatron_files.py` made
+the archive."""
+
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import snapshot
+from snapshot import CorruptSnapshotError, Snapshot
+
+ARCHIVE = Path(__file__).with_name("megatron_files.zip")
+NAMES = ["buckets", "tied", "experts", "both"]
+WRONG = {"buckets": 14, "tied": 15}
+"""Directories whose `fully_reshardable` layout is wrong, and the number of main parameters that are."""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    with zipfile.ZipFile(ARCHIVE) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def _open(files, name, layout):
+    return Snapshot(files / name / layout / "iter_0000003")
+
+
+def _truth(files, name):
+    """The state of the optimizer by the names of the checkpoint."""
+    found = load_file(files / name / "truth.safetensors")
+    return {f"optimizer.state.{key.replace('/', '.', 1)}": tensor for key, tensor in found.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_megatron_files_of_dp_reshardable_have_the_bits_of_the_optimizer(files, name):
+    opened, truth = _open(files, name, "dp_reshardable"), _truth(files, name)
+    paths = {path.removeprefix("0/") for path in opened.get_manifest()}
+    assert {path for path in paths if path.startswith("optimizer.")} == truth.keys()
+    assert all(torch.equal(opened.read_object(path), tensor) for path, tensor in truth.items())
+    report = opened.verify()
+    assert report.ok
+    assert report.unverifiable == 0
+    groups = snapshot.load(opened.path, select=["optimizer/**"])
+    assert groups == {}  # they have no tensors
+    chain = "optimizer/0" if name == "experts" else "optimizer"
+    assert opened.read_object(f"{chain}/optimizer/param_groups/0/step") == 3.0
+    assert len(opened.read_object(f"{chain}/optimizer/param_groups")) == 2
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in WRONG])
+def test_megatron_files_of_both_layouts_are_equal(files, name):
+    opened, truth = _open(files, name, "fully_reshardable"), _truth(files, name)
+    assert all(torch.equal(opened.read_object(path), tensor) for path, tensor in truth.items())
+    assert opened.verify().ok
+    found = Snapshot.diff(opened.path, _open(files, name, "dp_reshardable").path)
+    kinds = ("content_metadata/distrib_optim_sharding_type", "param_state_sharding_type")
+    assert [each.path for each in found.changes if not each.path.endswith(kinds)] == []
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_megatron_files_of_fully_reshardable_with_shifted_parameters_are_refused(files, name):
+    opened, truth = _open(files, name, "fully_reshardable"), _truth(files, name)
+    words = f"must not be used, since {WRONG[name]} of .* main parameters"
+    for path in list(truth)[::10]:
+        with pytest.raises(CorruptSnapshotError, match=words):
+            opened.read_object(path)
+    report = opened.verify()
+    assert len(report.faults) == 1 + WRONG[name]
+    mains = {path: tensor for path, tensor in truth.items() if path.startswith("optimizer.state.param.")}
+    for path, tensor in mains.items():
+        assert torch.equal(opened.read_object(path.removeprefix("optimizer.state.param.")), tensor.bfloat16())
