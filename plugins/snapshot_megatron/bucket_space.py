@@ -1,10 +1,10 @@
 """The layout of Megatron-core's `dp_reshardable` directories, derived from what their metadata says.
 
 Their optimizer is stored as buckets: flat tensors, in which the parameters of one rank of model parallelism follow each
-other. No name is in them. But the rules are few, and the directory has the model's weights, in the order of its
-modules and in the boxes of the ranks. Parameters are laid out in reverse, each begins at a multiple of 64, and a bucket
-ends where the next one begins. A job writes each parameter as parts of its own, so the ends of parts are the ends of
-parameters. A layout is accepted only if all of them fit.
+other. No name is in them. But the rules are few, and the directory has the model's weights, usually in the order of
+its modules, and in the boxes of the ranks. Parameters are laid out in reverse, each begins at a multiple of 64, and a
+bucket ends where the next one begins. A job writes each parameter as parts of its own, so the ends of parts are the
+ends of parameters. A layout is accepted only if all of them fit.
 
 Nothing is read here. Whether the values are those of the weights is a condition of the read, and decides if several
 layouts fit.
@@ -25,6 +25,7 @@ from snapshot.manifest.entries import AnyTensor, Shard, ShardedTensorEntry, Tens
 from snapshot.tensors.geometry import Box, Shape, boxes_of_range, intersect, whole_box
 from snapshot.text import counted
 from snapshot_megatron.main_parameters import count_leading_axes
+from snapshot_megatron.module_order import LAYER, list_orders
 
 BUCKET = re.compile(
     r"(?:chained_(\d{1,4})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,6})\.gbuf_idx_(\d{1,4})\."
@@ -37,7 +38,6 @@ MOST_STEPS = 20_000_000
 """Parameters that are laid out in all attempts together. A model with 10,000 of them needs 100,000."""
 MOST_LAYOUTS = 8
 """Layouts that fit, after which no more are looked for."""
-_LAYER = re.compile(r"^(.*?layers\.)(?:(\d{1,6})\.)?(.*)$")
 EXPERTS = ".experts."
 
 
@@ -166,7 +166,7 @@ class Model:
     def __init__(self, weights: Sequence[Weight]) -> None:
         stacks: dict[str, int] = defaultdict(int)
         for each in weights:
-            if (match := _LAYER.match(each.key)) is not None:
+            if (match := LAYER.match(each.key)) is not None:
                 numbered = 1 + int(match[2]) if match[2] is not None else each.shape[0]
                 stacks[match[1]] = max(stacks[match[1]], numbered)
         main = max(stacks, key=lambda name: stacks[name], default="")
@@ -176,7 +176,7 @@ class Model:
         self.is_tied = not any("output_layer" in each.key for each in weights)
         grouped: dict[str, list[Weight]] = {}
         for each in weights:
-            match = _LAYER.match(each.key)
+            match = LAYER.match(each.key)
             grouped.setdefault(match[1] if match else each.key, []).append(each)
         for name, those in grouped.items():
             if name in stacks:
@@ -197,7 +197,7 @@ def _split_layers(weights: Sequence[Weight], count: int) -> list[list[tuple[Weig
         raise LayoutError(f"{weights[0].key} and others must have {count:,} layers, got {total:,}")
     found: list[list[tuple[Weight, Shape]]] = [[] for _ in range(count)]
     for each in weights:
-        match = _LAYER.match(each.key)
+        match = LAYER.match(each.key)
         if match is not None and match[2] is not None:
             found[int(match[2])].append((each, ()))
         elif each.shape[0] != count:
@@ -258,7 +258,7 @@ def derive_layouts(weights: Mapping[str, AnyTensor], buckets: Mapping[Place, Buc
     """Return where each parameter of each rank is in the buckets. Nearly always, there is only one such layout.
 
     Args:
-        weights: The tensors of the model by key, in the order of its modules.
+        weights: The tensors of the model by key, as far as possible in the order of its modules.
         buckets: Those of `find_buckets`.
 
     Raises:
@@ -271,16 +271,21 @@ def derive_layouts(weights: Mapping[str, AnyTensor], buckets: Mapping[Place, Buc
     chains = sorted({place.chain for place in buckets})
     if len(chains) > 2:
         raise LayoutError(f"the optimizer must be a chain of one or two, got {len(chains)}")
-    search = _Search(buckets, Model(found), dtypes={each.key: each.dtype for each in found})
+    by_key = {each.key: each for each in found}
     layouts: list[list[Run]] = []
-    for dense, experts in itertools.permutations(chains) if len(chains) == 2 else [(chains[0], None)]:
-        for runs in _find_layouts(search, dense, experts):
-            if not any(_is_same(runs, each) for each in layouts):
-                layouts.append(runs)
-            if len(layouts) == MOST_LAYOUTS:
-                return layouts
+    left, furthest = MOST_STEPS, (-1, "nothing was tried")
+    for order in list_orders(list(by_key)):
+        search = _Search(buckets, Model([by_key[key] for key in order]), left, furthest)
+        search.dtypes |= {each.key: each.dtype for each in found}
+        for dense, experts in itertools.permutations(chains) if len(chains) == 2 else [(chains[0], None)]:
+            for runs in _find_layouts(search, dense, experts):
+                if not any(_is_same(runs, each) for each in layouts):
+                    layouts.append(runs)
+                if len(layouts) == MOST_LAYOUTS:
+                    return layouts
+        left, furthest = search.left, search.furthest
     if not layouts:
-        raise LayoutError(f"no layout fits: {search.furthest[1]}")
+        raise LayoutError(f"no layout fits: {furthest[1]}")
     return layouts
 
 

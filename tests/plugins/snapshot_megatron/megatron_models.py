@@ -50,6 +50,8 @@ class Layout:
     bf16: bool = True
     instances: int = 1
     layers: int = 4
+    shared: bool = False
+    """In Megatron's own directories, the ranks of data parallelism share the writing of weights."""
     hidden: int = HIDDEN
     inner: int = INNER
 
@@ -312,7 +314,15 @@ def build(layout=Layout()):
 
 def write(job, folder, kind):
     """Write Megatron's own directory. Its writer forks: snapshots must not have been taken in this process."""
-    save(job.state(kind), folder, content_metadata=describe(kind))
+    options = {}
+    if job.layout.shared:
+        from megatron.core import parallel_state
+        from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+        from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        options["sharded_strategy"] = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), group)
+    save(job.state(kind), folder, content_metadata=describe(kind), **options)
     dist.barrier()
 
 

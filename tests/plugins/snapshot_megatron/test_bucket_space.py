@@ -1,5 +1,6 @@
 """Layouts of `dp_reshardable` buckets, derived from metadata: found exactly, or refused."""
 
+import random
 import re
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from snapshot.manifest.entries import Shard, ShardedTensorEntry, TensorEntry
 from snapshot_megatron import bucket_space
 from snapshot_megatron.bucket_space import LayoutError, derive_layouts, find_buckets, make_entries
+from snapshot_megatron.module_order import list_orders
 from tests.plugins.snapshot_megatron.bucket_layouts import STATES, Job, draw, entries
 
 
@@ -26,8 +28,11 @@ def _read(entry, held):
     return made
 
 
-def _expect(job, seed=0):
+def _expect(job, seed=0, *, shuffled=False):
     whole, models, flats, held = entries(job, seed)
+    if shuffled:
+        keys = random.Random(seed).sample(list(models), len(models))
+        models = {key: models[key] for key in keys}
     right = []
     for found in _joined(models, flats):
         assert found.keys() == {f"{state}.{key}" for state in STATES for key in models}
@@ -46,6 +51,33 @@ def _expect(job, seed=0):
 def test_layout_of_a_drawn_job_is_found_exactly(seed):
     """Of seeds 3 and 26, two orders of experts fit, since the shares of data parallel ranks end where theirs would."""
     assert _expect(draw(seed), seed) == (2 if seed in (3, 26) else 1)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_layout_of_a_drawn_job_is_found_without_the_order_of_the_names(seed):
+    """Ranks that share the weights of a save leave another order. Several may fit, and values decide then."""
+    assert _expect(draw(seed), seed, shuffled=True) <= 3
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_layout_orders_have_the_order_of_known_modules(is_fused):
+    norms = ["layers.self_attention.linear_qkv.layer_norm_weight", "layers.self_attention.linear_qkv.layer_norm_bias"]
+    proj = ["layers.self_attention.linear_proj.weight", "layers.self_attention.linear_proj.bias"]
+    keys = [
+        "embedding.word_embeddings.weight", "embedding.position_embeddings.weight",
+        *(f"decoder.{name}" for name in ([*proj, *norms] if is_fused else [*norms, *proj])),
+        "decoder.layers.self_attention.linear_qkv.weight", "decoder.layers.self_attention.q_layernorm.weight",
+        "decoder.layers.pre_mlp_layernorm.weight", "decoder.layers.mlp.router.weight",
+        "decoder.layers.mlp.experts.experts.linear_fc1.weight", "decoder.layers.mlp.experts.experts.linear_fc2.weight",
+        "decoder.layers.mlp.shared_experts.linear_fc1.weight", "decoder.layers.mlp.shared_experts.linear_fc2.weight",
+        "decoder.final_layernorm.weight", "decoder.final_layernorm.bias", "output_layer.weight",
+    ]  # fmt: skip
+    for seed in range(5):
+        shuffled = random.Random(seed).sample(keys, len(keys))
+        found = list(list_orders(shuffled))
+        assert found[0] == shuffled
+        assert found[1 + is_fused] == keys
+    assert len(list(list_orders(keys))) == 2
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,12 @@ def four():
     ("options", "others"),
     [
         ("--tensor 2 --pipeline 2", [Layout(bucket=3000), Layout(pipeline=2, virtual=2)]),
+        ("--tensor 2 --bucket 3000 --shared", [Layout(pipeline=2)]),
         ("--bucket 3000 --pipeline 2 --virtual 2 --tied", [Layout(tensor=2, tied=True)]),
         ("--expert 2 --experts --pipeline 2", [Layout(experts=True), Layout(expert=4, experts=True)]),
         ("--instances 2 --no-bf16", [Layout(bf16=False, tensor=2)]),
     ],
-    ids=["both", "tied", "experts", "float32"],
+    ids=["both", "shared", "tied", "experts", "float32"],
 )
 def test_megatron_state_restores_the_optimizer_of_a_dp_reshardable_directory(four, tmp_path, options, others):
     program = [sys.executable, "-m", "tests.plugins.snapshot_megatron.megatron_models", tmp_path / "d", "--world", "4"]
