@@ -47,16 +47,18 @@ def _expect(job, seed=0, *, shuffled=False):
     return len(right)
 
 
-@pytest.mark.parametrize("seed", range(120))
-def test_layout_of_a_drawn_job_is_found_exactly(seed):
+@pytest.mark.parametrize("tenth", range(10))
+def test_layout_of_a_drawn_job_is_found_exactly(tenth):
     """Of seeds 3 and 26, two orders of experts fit, since the shares of data parallel ranks end where theirs would."""
-    assert _expect(draw(seed), seed) == (2 if seed in (3, 26) else 1)
+    for seed in range(tenth, 120, 10):
+        assert _expect(draw(seed), seed) == (2 if seed in (3, 26) else 1)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_layout_of_a_drawn_job_is_found_without_the_order_of_the_names(seed):
+@pytest.mark.parametrize("tenth", range(4))
+def test_layout_of_a_drawn_job_is_found_without_the_order_of_the_names(tenth):
     """Ranks that share the weights of a save leave another order. Several may fit, and values decide then."""
-    assert _expect(draw(seed), seed, shuffled=True) <= 3
+    for seed in range(tenth, 40, 4):
+        assert _expect(draw(seed), seed, shuffled=True) <= 3
 
 
 @pytest.mark.parametrize("is_fused", [False, True])

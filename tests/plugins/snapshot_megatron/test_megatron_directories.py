@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import logging
+import re
 
 import pytest
 import torch
@@ -78,19 +79,21 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["pieces", "whole"])
-@pytest.mark.parametrize(("key", "index"), PLACES)
-def test_main_parameters_of_one_shifted_layer_are_found(tmp_path, key, index, whole):
-    folder = _write(tmp_path / "d", _shift(_states(), key, index), weights=_states(), whole=whole)
-    shown = key + "".join(f"[{each}]" for each in index)
-    opened = Snapshot(folder)
-    with pytest.raises(CorruptSnapshotError, match=WRONG.format(shown.replace("[", r"\[").replace("]", r"\]"))):
-        opened.read_object("optimizer.state.exp_avg.embedding.word_embeddings.weight")
-    report = opened.verify()
-    assert not report.ok
-    assert len(report.faults) == 2
-    assert f"optimizer.state.param.{key}: does not round to its weight" in report.faults[1]
-    assert report.faults[1].endswith(shown[len(key) :])
+@pytest.mark.parametrize("key", SHAPES)
+def test_main_parameters_of_one_shifted_layer_are_found(tmp_path, key):
+    for number, (index, whole) in enumerate(
+        itertools.product([at for each, at in PLACES if each == key], (False, True))
+    ):
+        folder = _write(tmp_path / str(number), _shift(_states(), key, index), weights=_states(), whole=whole)
+        shown = key + "".join(f"[{each}]" for each in index)
+        opened = Snapshot(folder)
+        with pytest.raises(CorruptSnapshotError, match=WRONG.format(re.escape(shown))):
+            opened.read_object("optimizer.state.exp_avg.embedding.word_embeddings.weight")
+        report = opened.verify()
+        assert not report.ok
+        assert len(report.faults) == 2
+        assert f"optimizer.state.param.{key}: does not round to its weight" in report.faults[1]
+        assert report.faults[1].endswith(shown[len(key) :])
 
 
 def test_main_parameters_that_round_to_the_weights_are_read(tmp_path, caplog):
