@@ -29,9 +29,9 @@ GO_ON = "load it with Megatron-core, and save it with MegatronState(optimizer=..
 UNKNOWN_ORDER = f"the order of parameters in the buckets of its version is not known; {GO_ON}"
 LONGEST = 1 << 20
 """Bytes of an optimizer's groups of parameters."""
-_OF_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
+_OF_OPTIMIZER = re.compile(r"(?:chained_\d{1,4}\.)?optimizer\.")
 _DISTRIBUTED = re.compile(_OF_OPTIMIZER.pattern + r"distributed\.")
-_GROUPS = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.optimizer/shard_\d+_\d+")
+_GROUPS = re.compile(r"(?:chained_(\d{1,4})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,6})\.optimizer/shard_\d+_\d+")
 GUARDED = " (optimizer)"
 """What the name of a file gets, for the part of it that belongs to the optimizer."""
 
@@ -57,7 +57,7 @@ async def _join_buckets(
         buckets = find_buckets(tensors)
         layouts = derive_layouts(weights, buckets)
         entries = await _choose(folder, found, weights, [make_entries(weights, buckets, each) for each in layouts])
-        groups = await _read_groups(folder, found)
+        groups = await _read_groups(folder, found, {place.chain for place in buckets})
     except LayoutError as error:
         return _refuse(folder, found, weights, {BUCKET.fullmatch(name) for name in tensors} - {None}, str(error))
     made = {f"{STATE}{name}": entry for name, entry in entries.items()}
@@ -113,7 +113,7 @@ def _refuse(
     return msgspec.structs.replace(found, manifest=manifest, files=files, root=make_dict(names))
 
 
-async def _read_groups(folder: SearchedFolder, found: ForeignDocument) -> dict[str, Any]:
+async def _read_groups(folder: SearchedFolder, found: ForeignDocument, known: Collection[int]) -> dict[str, Any]:
     """Return the entries of the groups of all optimizers, as `common.pt` of other directories has them.
 
     All ranks have the same groups. Those of a rank without parameters of a group may lack it, so two are read.
@@ -125,7 +125,7 @@ async def _read_groups(folder: SearchedFolder, found: ForeignDocument) -> dict[s
             objects.setdefault(int(match[1] or 0), {})[int(match[2])] = entry
     chains: dict[Any, Any] = {}
     length = 0
-    for chain, those in sorted(objects.items()):
+    for chain, those in sorted((chain, those) for chain, those in objects.items() if chain in known):
         groups: list[Any] = []
         for number in sorted({min(those), max(those)}):
             size, state = await _read_object(folder, those[number])

@@ -27,7 +27,7 @@ from snapshot.loading.open import Opened
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest.entries import AnyTensor, TensorEntry
 from snapshot.tensors.digest import BLOCK
-from snapshot.tensors.geometry import Box, Shape, boxes_of_range, intersect
+from snapshot.tensors.geometry import Box, Shape, boxes_of_range, intersect, is_inside
 from snapshot.tensors.memory import BY_NAME
 from snapshot.text import counted
 
@@ -38,7 +38,7 @@ ROUNDED = ("bfloat16", "float16", "float32")
 AT_ONCE = 16 << 20
 """Bytes that are compared at once."""
 MOST_SLICES = 1 << 16
-"""Layers and experts of a tensor that are told apart if its pieces do not tell them apart."""
+"""Layers and experts in all pieces of a tensor that are told apart if its pieces do not tell them apart."""
 _STACKED = re.compile(r"(?:^|\.)layers\.(?!\d)")
 CAUSE = (
     "megatron-core before 0.20 writes such fully_reshardable directories if a bucket has padding at its end, and the "
@@ -203,7 +203,7 @@ class _Slice:
             if number < 0:
                 raise _lacking(self.pair.key, one)
             box, stored = pieces[number]
-            if stored.nbytes > BLOCK:
+            if max(stored.nbytes, box.numel * dtype.itemsize) > BLOCK:
                 held = torch.empty(one.sizes, dtype=dtype, device="cpu")
                 plan.add_pieces(self.pair.key, self.pair.main, [pieces[number]], held, one, live=False)
                 found.append((held, (0,) * len(place)))
@@ -244,7 +244,8 @@ def group_by_slice(pair: Pair) -> tuple[dict[Shape, list[Any]], dict[Shape, list
     while leading < len(shape) - 1 and all(box.sizes[leading] == 1 for box, _ in itertools.chain(*sides)):
         leading += 1
     named = min(count_leading_axes(pair.key), len(shape) - 1)
-    if named > leading and math.prod(shape[:named]) <= MOST_SLICES:
+    count = sum(math.prod(box.sizes[:named]) for box, _ in itertools.chain(*sides))
+    if named > leading and count <= MOST_SLICES:
         leading = named
     found = []
     for pieces in sides:
@@ -273,6 +274,8 @@ def find_pairs(mains: Mapping[str, AnyTensor], weights: Mapping[str, AnyTensor])
         weight = weights.get(key)
         if weight is None or weight.shape != main.shape or weight.dtype not in ROUNDED or main.dtype != "float32":
             without.append(key)
+        elif not all(is_inside(box, each.shape) for each in (main, weight) for box, _ in each.pieces()):
+            continue  # it is damaged, which reading it raises
         elif math.prod(main.shape):
             pairs.append(Pair(key, main, weight))
     return pairs, without

@@ -13,7 +13,8 @@ from snapshot import CorruptSnapshotError, RestoreOptions, Snapshot, StateDict
 from snapshot.cli import main
 from snapshot.errors import UnsupportedFormatError
 from snapshot.formats import registry
-from snapshot_megatron.main_parameters import are_rounded
+from snapshot.manifest.entries import Shard, ShardedTensorEntry, TensorEntry
+from snapshot_megatron.main_parameters import are_rounded, find_pairs, group_by_slice
 from tests.plugins.snapshot_megatron import bucket_layouts
 from tests.plugins.snapshot_megatron.bucket_layouts import STATES, Job
 from tests.plugins.snapshot_megatron.torch_dist_directories import Pieces, by_layers, write_directory
@@ -173,6 +174,20 @@ def test_main_parameters_halfway_between_two_weights_may_be_rounded_to_both():
     main = torch.tensor([1 + 2**-8, 1 + 2**-8, 1 + 2**-8, float("nan"), float("inf"), 1 + 2**-9, -0.0])
     weights = torch.tensor([1.0, 1 + 2**-7, 1 + 2**-6, float("nan"), float("inf"), 1 + 2**-7, 0.0])
     assert are_rounded(main, weights.bfloat16()).tolist() == [True, True, False, True, True, False, True]
+
+
+def test_main_parameters_of_hostile_pieces_are_grouped_at_once():
+    def entry(shape, *boxes):
+        shards = [Shard(at, sizes, TensorEntry("f", (0, 8), "float32", sizes)) for at, sizes in boxes]
+        return ShardedTensorEntry("float32", shape, shards)
+
+    key, far = "decoder.layers.x", 1 << 40
+    for held in (entry((far, 2), ((0, 0), (far, 2))), entry((4, 2), *[((0, 0), (4, 2))] * 20_000)):
+        [pair], without = find_pairs({key: held}, {key: held})
+        assert without == []
+        assert len(group_by_slice(pair)[0]) == 1
+    outside = entry((4, 2), ((0, 0), (far, 2)))
+    assert find_pairs({key: outside}, {key: outside}) == ([], [])
 
 
 # dp_reshardable
