@@ -32,7 +32,7 @@ class SnapshotExistsError(SnapshotError, FileExistsError):
 
 
 class CorruptSnapshotError(SnapshotError, ValueError):
-    """Raised when stored bytes differ from the bytes that were written.
+    """Raised when stored bytes differ from the bytes that were written, or were wrong when they were written.
 
     `faults` has a line per damaged entry: its name, file, range and both digests. `touched` names the live tensors that
     were written before the error; some of them hold partial or wrong data.

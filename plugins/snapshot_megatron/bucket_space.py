@@ -343,7 +343,7 @@ class _Attempt:
         self._buffers = search.buffers(chain)
         self._chunks = max(map(len, self._buffers.values()))
         self._dtypes = sorted({dtype for _, dtype in self._buffers})
-        self._sizes: dict[int, list[int]] = {}
+        self._sums: list[int] = []
 
     @property
     def name(self) -> str:
@@ -358,19 +358,20 @@ class _Attempt:
         if not self._is_possible():
             return
         self._search.note(0, f"{self.name}, no part of the pipeline fits")
-        stack: list[tuple[list[range], Iterator[range]]] = [([], self._spans_of(0, 0, parts, layers))]
+        spans: list[range] = []
+        stack = [self._spans_of(0, 0, parts, layers)]
         while stack:
-            spans, more = stack[-1]
-            span = next(more, None)
+            span = next(stack[-1], None)
+            del spans[len(stack) - 1 :]
             if span is None:
                 stack.pop()
                 continue
-            made = [*spans, span]
-            self._search.note(len(made), f"{self.name}, {len(made)} of {counted(parts, 'part')} of the pipeline fit")
-            if len(made) < parts:
-                stack.append((made, self._spans_of(len(made), span.stop, parts, layers)))
+            spans.append(span)
+            self._search.note(len(spans), f"{self.name}, {len(spans)} of {counted(parts, 'part')} of the pipeline fit")
+            if len(spans) < parts:
+                stack.append(self._spans_of(len(spans), span.stop, parts, layers))
             elif span.stop == layers:
-                yield made
+                yield list(spans)
 
     def _is_possible(self) -> bool:
         model = self._search.model
@@ -398,7 +399,8 @@ class _Attempt:
     def _has_length(self, part: int, span: range) -> bool:
         """Return False if the buckets of the first group have other lengths, as sums of these layers' show at once."""
         buckets = self._buckets_of(part % self._stages * self._ranks, part // self._stages)
-        padded = sum(self._padded_sizes(0)[span.start : span.stop])
+        sizes = self._sum_sizes()
+        padded = sizes[span.stop] - sizes[span.start]
         model = self._search.model
         ends = [model.before] if part == 0 else []
         ends += [model.after] if part == self._stages * self._chunks - 1 else []
@@ -415,13 +417,14 @@ class _Attempt:
             found += [bucket for _, bucket in buffers[chunk]] if chunk < len(buffers) else []
         return found
 
-    def _padded_sizes(self, rank: int) -> list[int]:
-        """Return the padded elements of each layer, on one rank."""
-        if rank not in self._sizes:
+    def _sum_sizes(self) -> list[int]:
+        """Return the padded elements of all layers before each one, on the first rank."""
+        if not self._sums:
             layers = self._search.model.layers
             self._search.count(sum(map(len, layers)))
-            self._sizes[rank] = [sum(_pad(each.numel) for each in self._locals(rank, layer)) for layer in layers]
-        return self._sizes[rank]
+            sizes = (sum(_pad(each.numel) for each in self._locals(0, layer)) for layer in layers)
+            self._sums = list(itertools.accumulate(sizes, initial=0))
+        return self._sums
 
     def _is_tied_part(self, part: int) -> bool:
         return self._tied and part == self._stages * self._chunks - 1

@@ -24,7 +24,8 @@ from snapshot_megatron.main_parameters import CAUSE, MainParameters, find_pairs
 
 STATE = "optimizer.state."
 """Beginning of `optimizer.state.<param, exp_avg, ...>.<key of the model>`."""
-PARAM = f"{STATE}param."
+_STATE = re.compile(r"(?:chained_\d{1,4}\.)?optimizer\.state\.(\w+)\.(.+)")
+"""Name of a tensor of an optimizer, which may be one of a chain: kind of state, and key of the model."""
 GO_ON = "load it with Megatron-core, and save it with MegatronState(optimizer=...)"
 UNKNOWN_ORDER = f"the order of parameters in the buckets of its version is not known; {GO_ON}"
 LONGEST = 1 << 20
@@ -168,7 +169,8 @@ def guard_optimizer(found: ForeignDocument, tensors: Mapping[str, AnyTensor], ca
 
     `tensors` are those of the checkpoint, by name. The files of the optimizer's tensors get names of their own.
     """
-    mains = {name.removeprefix(PARAM): entry for name, entry in tensors.items() if name.startswith(PARAM)}
+    named = [(match, entry) for name, entry in tensors.items() if (match := _STATE.fullmatch(name)) is not None]
+    mains = {match[2]: entry for match, entry in named if match[1] == "param"}
     if not mains:
         return None
     files: dict[str, Any] = dict(found.files)
@@ -187,7 +189,7 @@ def guard_optimizer(found: ForeignDocument, tensors: Mapping[str, AnyTensor], ca
         return msgspec.structs.replace(entry, location=renamed[entry.location])
 
     manifest = {
-        path: moved(entry) if entry.is_tensor and decode_component(path.removeprefix("0/")).startswith(STATE) else entry
+        path: moved(entry) if entry.is_tensor and _STATE.fullmatch(decode_component(path.removeprefix("0/"))) else entry
         for path, entry in found.manifest.items()
     }
     pairs, without = find_pairs(mains, tensors)

@@ -44,7 +44,7 @@ def _states(scale=1.0):
     return made
 
 
-def _write(folder, states, *, dtype=torch.bfloat16, weights=None, whole=False, without=()):
+def _write(folder, states, *, dtype=torch.bfloat16, weights=None, whole=False, without=(), prefix=""):
     """Write a `fully_reshardable` directory. `weights`: those of other main parameters."""
 
     def stored(key, tensor, parts):
@@ -54,7 +54,7 @@ def _write(folder, states, *, dtype=torch.bfloat16, weights=None, whole=False, w
     state = {key: stored(key, tensor, 2) for key, tensor in models.items()}
     for key, held in states.items():
         for name, tensor in held.items():
-            state[f"optimizer.state.{name}.{key}"] = stored(key, tensor, 1)
+            state[f"{prefix}optimizer.state.{name}.{key}"] = stored(key, tensor, 1)
     write_directory(folder, state, {"optimizer": {"optimizer": {"param_groups": [{"lr": 0.5, "step": 3}]}}})
     return folder
 
@@ -95,6 +95,18 @@ def test_main_parameters_of_one_shifted_layer_are_found(tmp_path, key):
         assert len(report.faults) == 2
         assert f"optimizer.state.param.{key}: does not round to its weight" in report.faults[1]
         assert report.faults[1].endswith(shown[len(key) :])
+
+
+def test_main_parameters_of_an_optimizer_in_a_chain_are_compared(tmp_path):
+    key = "decoder.layers.mlp.linear_fc1.weight"
+    for name, states in (("right", _states()), ("wrong", _shift(_states(), key, (1,)))):
+        opened = Snapshot(_write(tmp_path / name, states, weights=_states(), prefix="chained_1."))
+        path = f"chained_1.optimizer.state.exp_avg.{key}"
+        if name == "right":
+            assert torch.equal(opened.read_object(path), states[key]["exp_avg"])
+            continue
+        with pytest.raises(CorruptSnapshotError, match="must not be used"):
+            opened.read_object(path)
 
 
 def test_main_parameters_that_round_to_the_weights_are_read(tmp_path, caplog):
