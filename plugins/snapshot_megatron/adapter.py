@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,19 +15,21 @@ from snapshot.errors import RestoreError, SnapshotError
 from snapshot.manifest.paths import decode_component, encode_component
 from snapshot.state.flatten import MISSING, inflate_tree
 from snapshot.state.leaves import FromOneRank
-from snapshot.state.stateful import RestoreAdapter, find_names_beneath
+from snapshot.state.stateful import ReadBoxes, RestoreAdapter, find_names_beneath
+from snapshot.tensors.geometry import Box
 from snapshot.text import with_article
 from snapshot_megatron.boxes import MegatronBoxes, is_main, is_of
 from snapshot_megatron.distributed_optimizer import (
     GROUP,
     PARAM,
     STATE,
-    STEP,
     OptimizerState,
+    list_unmatched,
     load_optimizer,
     match_groups,
     read_optimizer,
 )
+from snapshot_megatron.optimizer_groups import STEP
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -198,15 +201,25 @@ class _MegatronAdapter(RestoreAdapter):
         """True for the layout of Megatron's own directories: in one of them, or converted from one."""
         self._listed: set[str] = set()
         """Names of objects that Megatron stored, each in a list of one."""
+        self._numbers: dict[str, Any] = {}
+        """Entries of the numbers of groups."""
+        self._with_groups = True
+        """True if the groups are requested."""
+        self.compares_values = stateful.live_optimizer is not None
 
     def find_adopted(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
         """Return the paths of missing names that other ranks have; for an object, all of its paths."""
         if f"{self.key}/{COMMON}" not in entries and f"{self.key}/{COMMON}" not in elsewhere:
             self._gather_common(entries)
-        missing = {path for path in self.live if path not in entries}
+        live = self.stateful.live_optimizer
+        wanted = [*self.live, *([] if live is None else map(self._find_path, live.groups))]
+        missing = {path for path in wanted if path not in entries}
         if not missing:
             return []
         return sorted(path for path in elsewhere if "/".join(path.split("/", 2)[:2]) in missing)
+
+    def _find_path(self, name: str) -> str:
+        return f"{self.key}/{encode_component(name)}"
 
     def _gather_common(self, entries: Mapping[str, Any]) -> None:
         """Move the common state into one container.
@@ -257,20 +270,51 @@ class _MegatronAdapter(RestoreAdapter):
                     f"{self.key}/{encode_component(name)}: the weights are the main parameters here, and the snapshot "
                     f"has weights of {entry.dtype}"
                 )
-        return found + self._match_groups(entries)
+        self._add_groups(entries)
+        return found
 
-    def _match_groups(self, entries: Mapping[str, Any]) -> list[str]:
-        """Return why no stored group fits a live one. The groups of a pickle are not known yet."""
+    def _add_groups(self, entries: Mapping[str, Any]) -> None:
+        """Read the numbers of groups that the common state lacks. Those of a pickle are not known yet."""
         live, base = self.stateful.live_optimizer, f"{self.key}/{COMMON}/{OPTIMIZER}"
+        if live is None:
+            return
+        self._numbers = {path: entries[path] for path in map(self._find_path, live.groups) if path in entries}
         leaves = {path: entry for path, entry in entries.items() if path.startswith(f"{base}/")}
         leaves = {path: entry for path, entry in leaves.items() if not entry.is_container}
-        if live is None or not leaves or not all(hasattr(entry, "value") for entry in leaves.values()):
-            return []
-        try:
-            match_groups(live, inflate_tree(base, entries, {path: entry.value() for path, entry in leaves.items()}))
-        except RestoreError as error:
-            return [str(error)]
-        return []
+        if base not in entries or not all(hasattr(entry, "value") for entry in leaves.values()):
+            return
+        common = inflate_tree(base, entries, {path: entry.value() for path, entry in leaves.items()})
+        with suppress(RestoreError):  # which `find_wrong_values` reports
+            for group in list_unmatched(live, common):
+                for name in {name for run, name, _ in live.numbered if run.group is group}:
+                    path = self._find_path(name)
+                    self.live |= {path: live.groups[name]} if path in entries else {}
+
+    def find_wrong_values(
+        self, entries: Mapping[str, Any], skipped: Collection[str], values: Mapping[str, Any], read: ReadBoxes
+    ) -> list[str]:
+        """Compare the groups."""
+        live, base = self.stateful.live_optimizer, f"{self.key}/{COMMON}"
+        assert live is not None
+        wrong: list[str] = []
+        leaves = [path for path, entry in entries.items() if path.startswith(f"{base}/") and not entry.is_container]
+        groups = [path for path in leaves if f"{path}/".startswith(f"{base}/{OPTIMIZER}/")] or leaves
+        known = {*skipped, *(base + path[len(self.key) :] for path in skipped)}  # as they were named before
+        self._with_groups = bool(leaves) and known.isdisjoint(groups)
+        if self._with_groups:
+
+            def read_numbers(places: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+                named = [(self._find_path(name), box) for name, box in places]
+                if not all(path in self._numbers for path, _ in named):
+                    return []
+                return [each.flatten() for each in read([(path, self._numbers[path], box) for path, box in named])]
+
+            common = inflate_tree(f"{base}/{OPTIMIZER}", entries, values)
+            try:
+                live.chosen = match_groups(live, None if common is MISSING else common, read_numbers)
+            except RestoreError as error:
+                wrong.append(str(error))
+        return wrong
 
     def _drop_steps(self, entries: Mapping[str, Any]) -> None:
         """Do without steps by name, which Megatron's own directories lack. The groups have them, too."""
@@ -283,17 +327,18 @@ class _MegatronAdapter(RestoreAdapter):
         assert isinstance(entries, dict)
         top = entries[self.key]
         unknown = {path for path in find_names_beneath(self.key, entries) or () if path not in self.live}
-        if self.stateful.live_optimizer:
-            groups = f"{self.key}/{encode_component(GROUP)}"
-            unknown = {path for path in unknown if not path.startswith(groups)}
+        groups = {path for path in unknown if path.startswith(self._find_path(GROUP))}
+        groups = groups if self.stateful.live_optimizer is not None else set()
+        unknown -= groups
         if self.stateful.restores_weights_alone():
-            main = f"{self.key}/{encode_component(f'{STATE}{PARAM}.')}"
+            main = self._find_path(f"{STATE}{PARAM}.")
             unknown = {path for path in unknown if not path.startswith(main)}
         objects = {path for path in unknown if path not in entries or not entries[path].is_tensor}
-        if objects:
-            for path in [path for path in entries if "/".join(path.split("/", 2)[:2]) in objects]:
+        if objects or groups:
+            away = objects | groups
+            for path in [path for path in entries if "/".join(path.split("/", 2)[:2]) in away]:
                 del entries[path]
-            entries[self.key] = top.without_children(f"{self.key}/{name}" in objects for name in top.components())
+            entries[self.key] = top.without_children(f"{self.key}/{name}" in away for name in top.components())
             self._left = sorted(objects)
         return sorted(unknown - objects)
 
@@ -305,7 +350,8 @@ class _MegatronAdapter(RestoreAdapter):
         for name in self._listed & state.keys():
             if state[name] is not self.state[name]:  # else it was not requested, and is the live object
                 state[name] = _only(state[name])
-        self.stateful.load_filled(state, {name for name in state if state[name] is not self.state.get(name)})
+        filled = {name for name in state if state[name] is not self.state.get(name)}
+        self.stateful.load_filled(state, filled, with_groups=self._with_groups)
         return self._left
 
 
@@ -384,14 +430,14 @@ class MegatronState:
         """Insert the common state and the objects into this rank's state dict, next to the restored tensors."""
         self.load_filled(state_dict, set(state_dict))
 
-    def load_filled(self, state: Mapping[str, Any], filled: set[str]) -> None:
+    def load_filled(self, state: Mapping[str, Any], filled: set[str], *, with_groups: bool = True) -> None:
         """Do what `load_state_dict` does. `filled` has the names that were requested."""
         tree, live = self._made(restoring=True) if self._tree is None else (self._tree, self._live)
         self._tree = self._live = None
         common = state.get(COMMON, NOTHING)
         groups = None
         if live is not None and isinstance(common, dict) and OPTIMIZER in common:
-            groups = common[OPTIMIZER] if COMMON in filled else None
+            groups = common[OPTIMIZER] if COMMON in filled and with_groups else None
             common = {name: each for name, each in common.items() if name != OPTIMIZER}
         if live is not None:
             names = live.tensors.keys() | Parts(tree).tensors.keys()

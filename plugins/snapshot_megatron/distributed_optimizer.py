@@ -10,8 +10,6 @@ Nothing of Megatron is imported here. Versions are told apart by what their obje
 from __future__ import annotations
 
 import inspect
-import math
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,21 +24,28 @@ from snapshot.tensors import composite
 from snapshot.tensors.geometry import Box, Shape, boxes_of_range, boxes_overlap, intersect, whole_box
 from snapshot.text import with_article
 from snapshot_megatron.boxes import MegatronBoxes, box_of, is_main, is_of
+from snapshot_megatron.optimizer_groups import (
+    GROUP_NUMBERS,
+    STEP,
+    choose_options,
+    describe_misfit,
+    find_group,
+    list_groups,
+    load_scalers,
+    read_common,
+    read_numbers,
+)
 
 PREFIX = "optimizer."
 """Beginning of the names of everything that an optimizer adds to a checkpoint."""
 STATE = f"{PREFIX}state."
 """Beginning of `optimizer.state.<param, exp_avg, ...>.<key of the model>`, as in Megatron's own directories."""
-PARAM, STEP = "param", "step"
+PARAM = "param"
 GROUP = f"{PREFIX}group."
 """Beginning of `optimizer.group.<key of the model>`: for each layer, the numbers of its group in `GROUP_NUMBERS`."""
-GROUP_NUMBERS = ("wd_mult", "lr_mult", "is_decoupled_lr")
-"""What another optimizer needs to know of the group of a parameter. NaN stands for a value that a group lacks."""
 KNOWN = "written for megatron-core 0.15 to 0.20"
 PROBED = 16
 """Elements of each run that are compared with the model's weights."""
-_IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-"""What tells groups apart in versions that list no more."""
 _NEEDED = ("gbuf_ranges", "model_param_group_index_map", "distributed_optimizer_instance_id", "optimizer")
 
 
@@ -122,7 +127,7 @@ class OptimizerState:
 
     tensors: dict[str, RunBoxes]
     groups: dict[str, RunBoxes]
-    """The numbers of the groups of parameters, which no restore into an optimizer of Megatron needs."""
+    """The numbers of the groups of parameters."""
     common: Any
     """Groups and scaler, as Megatron's `state_dict()` has them."""
     optimizers: list[Any]
@@ -131,6 +136,10 @@ class OptimizerState:
     """(inner optimizer, main parameter, state) of parameters without a state. A restore puts it in."""
     steps: list[tuple[_Run, torch.Tensor]]
     """The steps of runs, where the inner optimizer has a step for all of a group."""
+    numbered: list[tuple[_Run, str, Box]] = field(default_factory=list)
+    """The runs, with the name and the box of their numbers."""
+    chosen: list[tuple[dict[str, Any], dict[str, Any]]] | None = None
+    """Live groups with the stored options that they take, once that is known."""
     weights: dict[str, str] = field(default_factory=dict)
     """Name of a main parameter that is the weight itself -> key of the weight, which is restored in its place."""
 
@@ -151,24 +160,24 @@ def read_optimizer(optimizer: Any, tree: Any, *, restoring: bool) -> OptimizerSt
     runs = [run for each in optimizers for run in _find_runs(each, places)]
     if not restoring:
         _expect_weights(runs, SnapshotError)
-    state = OptimizerState({}, {}, _common_of(optimizer, optimizers), optimizers, runs, [], [])
+    state = OptimizerState({}, {}, read_common(optimizer, optimizers), optimizers, runs, [], [])
     layouts: dict[int, list[_Part]] = {}
     fresh: dict[int, Any] = {}
+    numbers: dict[int, torch.Tensor] = {}
     for run in runs:
         if id(run.place) not in layouts:
             layouts[id(run.place)] = _split_parameter(run.place)
         values = _state_of(run, state, fresh)
         pieces = list(_pieces_of(run, layouts[id(run.place)]))
         for name, held in {PARAM: run.main.detach(), **values}.items():
-            for part, box, at in pieces:
+            for piece in pieces:
+                part = piece.part
                 key = f"{STATE}{name}.{part.key}"
                 if name == PARAM and run.is_shared and restoring:
                     state.weights[key] = part.key
-                    continue
-                made = RunBoxes(key, part.shape, held.dtype, part.flexible)
-                view = _view_piece(held.view(run.end - run.begin), part.leading, at)
-                _add_view(state.tensors, made, (box, view), stored=_is_stored(run, part))
-        _add_steps(state, run, pieces)
+                else:
+                    _add_view(state.tensors, key, part, piece.box, piece.view(held), stored=piece.stored)
+        _add_steps(state, run, pieces, numbers, restoring=restoring)
     return state
 
 
@@ -184,19 +193,16 @@ def load_optimizer(state: OptimizerState, common: Any, filled: set[str], *, all_
     if any(name in filled for name in state.tensors):
         for inner, main, values in state.pending:
             inner.state[main] = values
+    by_name = any(name.startswith(f"{STATE}{STEP}.") for name in filled)
     if common is not None:
-        chosen = match_groups(state, common)
-        for group, stored in chosen:
+        for group, stored in match_groups(state, common) if state.chosen is None else state.chosen:
             step = stored.get(STEP)
-            group.update({name: value for name, value in stored.items() if name not in ("params", STEP)})
-            if step is not None and not any(name.startswith(f"{STATE}{STEP}.") for name in filled):
+            group.update({name: value for name, value in stored.items() if name != STEP})
+            if step is not None and not by_name:
                 _set_steps(state, group, step)
-            if step is not None and not _has_own_steps(state, group):
-                group[STEP] = int(step)
-        _load_scalers(state.optimizers, common)
-    for run, held in state.steps:
-        if any(name.startswith(f"{STATE}{STEP}.") for name in filled):
-            run.group[STEP] = int(held.item())
+        load_scalers(state.optimizers, common)
+    for run, held in state.steps if by_name else ():
+        _set_group_step(run.group, held.item())
     if all_filled:
         _expect_weights(state.runs, RestoreError)
 
@@ -384,71 +390,102 @@ def _make_state(run: _Run, optimizers: Sequence[Any], fresh: dict[int, Any]) -> 
     return made
 
 
-def _pieces_of(run: _Run, parts: Sequence[_Part]) -> Iterator[tuple[_Part, Box, tuple[int, Box, Box]]]:
-    """Yield (part, box in the checkpoint, where it is: begin and box of a range of the run, and the box in that)."""
-    shape = tuple(run.parameter.shape)
-    for begin, local in boxes_of_range(shape, run.begin, run.end):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """A box of a run."""
+
+    part: _Part
+    box: Box
+    """The box in the checkpoint."""
+    begin: int
+    end: int
+    """The range of the run that has it."""
+    sizes: Shape
+    """The sizes of that range."""
+    slices: tuple[slice, ...] | None
+    """The box in it, if that is not all."""
+    stored: bool
+    """True for one of the equal copies of pipeline and tensor parallelism, and of instances."""
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the piece of a tensor of the run, with the axes that a parameter lacks."""
+        found = flat[self.begin : self.end].view((1,) * self.part.leading + self.sizes)
+        return found if self.slices is None else found[self.slices]
+
+
+def _pieces_of(run: _Run, parts: Sequence[_Part]) -> Iterator[_Piece]:
+    """Yield the boxes of a run."""
+    stored = {id(part): is_main((*part.replica[:2], run.instance)) for part in parts}
+    for begin, local in boxes_of_range(tuple(run.parameter.shape), run.begin, run.end):
+        first = begin - run.begin
         for part in parts:
             common = intersect(local, part.local)
             if common is not None:
-                inside = common.relative_to(part.local.offsets)
-                lead = part.box.offsets[: part.leading]
-                moved = inside.moved_by(part.box.offsets[part.leading :])
-                box = Box((*lead, *moved.offsets), ((1,) * part.leading) + moved.sizes)
-                yield part, box, (begin - run.begin, local, common)
+                count = part.leading
+                lead, moved = part.box.offsets[:count], common.relative_to(part.local.offsets)
+                moved = moved.moved_by(part.box.offsets[count:])
+                box = Box((*lead, *moved.offsets), ((1,) * count) + moved.sizes)
+                slices = None if common == local else common.relative_to(local.offsets).slices()
+                whole = None if slices is None else (slice(None),) * count + tuple(slices)
+                end = first + local.numel
+                yield _Piece(part, box, first, end, local.sizes, whole, stored[id(part)])
 
 
-def _view_piece(flat: torch.Tensor, leading: int, at: tuple[int, Box, Box]) -> torch.Tensor:
-    """Return a box of a run, with the axes that a parameter lacks."""
-    begin, local, common = at
-    view = flat[begin : begin + local.numel].view(local.sizes)[common.relative_to(local.offsets).slices()]
-    return view[(None,) * leading]
-
-
-def _add_view(tensors: dict[str, RunBoxes], boxes: RunBoxes, view: tuple[Box, torch.Tensor], *, stored: bool) -> None:
-    """Add a view to the tensor of its name, for which `boxes` is used if there is none yet."""
-    held = tensors.setdefault(boxes.key, boxes)
-    if held.shape != boxes.shape:
-        raise SnapshotError(
-            f"{held.key}: all parts must have one shape, got {list(held.shape)} and {list(boxes.shape)}"
-        )
-    held.views.append((*view, stored))
-
-
-def _is_stored(run: _Run, part: _Part) -> bool:
-    """Return True for one of the equal copies of pipeline and tensor parallelism, and of instances."""
-    return is_main((*part.replica[:2], run.instance))
+def _add_view(
+    tensors: dict[str, RunBoxes],
+    key: str,
+    part: _Part,
+    box: Box,
+    view: torch.Tensor,
+    *,
+    stored: bool,
+    shape: Shape | None = None,
+) -> None:
+    """Add a view to the tensor of a name, which has the shape of the parameter by default."""
+    whole = part.shape if shape is None else shape
+    held = tensors.get(key)
+    if held is None:
+        held = tensors[key] = RunBoxes(key, whole, view.dtype, part.flexible and shape is None)
+    elif held.shape != whole:
+        raise SnapshotError(f"{key}: all parts must have one shape, got {list(held.shape)} and {list(whole)}")
+    held.views.append((box, view, stored))
 
 
 # Steps and groups
 
 
-def _add_steps(state: OptimizerState, run: _Run, pieces: Sequence[Any]) -> None:
+def _add_steps(
+    state: OptimizerState,
+    run: _Run,
+    pieces: Sequence[_Piece],
+    numbers: dict[int, torch.Tensor],
+    *,
+    restoring: bool,
+) -> None:
     """Add the step of a run and the numbers of its group, for each layer. The rank with the first element stores them.
 
-    So the values are the same in each split.
+    So the values are the same in each split. `numbers` has those of groups by their ids; a restore fills copies.
     """
-    steps, numbers = _step_of(run, state), None
+    steps, count = _step_of(run, state), len(GROUP_NUMBERS)
     seen: set[tuple[str, Shape]] = set()
-    for part, box, _ in pieces:
-        lead, rest = box.offsets[: part.leading], box.offsets[part.leading :]
-        is_first = not any(rest)
+    for piece in pieces:
+        part, offsets = piece.part, piece.box.offsets
+        lead = offsets[: part.leading]
+        is_first = not any(offsets[part.leading :])
         if not is_first and (part.key, lead) in seen:
             continue
         seen.add((part.key, lead))
-        stored, ones, shape = is_first and _is_stored(run, part), (1,) * part.leading, part.shape[: part.leading]
+        stored, ones, shape = is_first and piece.stored, (1,) * part.leading, part.shape[: part.leading]
         if steps is not None:
-            made = RunBoxes(f"{STATE}{STEP}.{part.key}", shape, steps.dtype, False)
-            _add_view(state.tensors, made, (Box(lead, ones), steps.view(ones)), stored=stored)
-        if stored:
-            if numbers is None:
-                found = (run.group.get(name, run.group.get(f"pre_{name}")) for name in GROUP_NUMBERS)
-                numbers = torch.tensor(
-                    [math.nan if each is None else float(each) for each in found], dtype=torch.float64
-                )
-            made = RunBoxes(f"{GROUP}{part.key}", (*shape, len(numbers)), numbers.dtype, False)
-            view = Box((*lead, 0), (*ones, len(numbers))), numbers.view((*ones, len(numbers)))
-            _add_view(state.groups, made, view, stored=True)
+            key = f"{STATE}{STEP}.{part.key}"
+            _add_view(state.tensors, key, part, Box(lead, ones), steps.view(ones), stored=stored, shape=shape)
+        if stored or restoring:
+            if id(run.group) not in numbers:
+                numbers[id(run.group)] = read_numbers(run.group)
+            held = numbers[id(run.group)].clone() if restoring else numbers[id(run.group)]
+            key, at = f"{GROUP}{part.key}", Box((*lead, 0), (*ones, count))
+            _add_view(state.groups, key, part, at, held.view(at.sizes), stored=stored, shape=(*shape, count))
+            state.numbered.append((run, key, at))
 
 
 def _step_of(run: _Run, state: OptimizerState) -> torch.Tensor | None:
@@ -467,110 +504,62 @@ def _step_of(run: _Run, state: OptimizerState) -> torch.Tensor | None:
     return made
 
 
-def _has_own_steps(state: OptimizerState, group: dict[str, Any]) -> bool:
-    counted = {id(run.main) for run, _ in state.steps}
-    return not any(run.group is group and id(run.main) in counted for run in state.runs)
-
-
 def _set_steps(state: OptimizerState, group: dict[str, Any], step: Any) -> None:
-    """Set the step of all parameters of a group, if the inner optimizer has one for each."""
+    """Set the step of all parameters of a group, or that of the group if the inner optimizer has no other."""
     for run in state.runs:
         held = run.inner.state.get(run.main) if run.main in run.inner.state else None
         if run.group is group and held and isinstance(held.get(STEP), torch.Tensor):
             held[STEP].fill_(float(step))
+    if any(run.group is group for run, _ in state.steps):
+        _set_group_step(group, step)
 
 
-def _identifiers() -> tuple[str, ...]:
-    module = sys.modules.get("megatron.core.optimizer.optimizer")
-    return tuple(getattr(module, "param_group_identifier_keys", _IDENTIFIERS))
+def _set_group_step(group: dict[str, Any], step: Any) -> None:
+    held = group.get(STEP)
+    if isinstance(held, torch.Tensor):  # of an optimizer whose step may be in a graph
+        held.fill_(step)
+    else:
+        group[STEP] = int(step)
 
 
-def _identify(group: Mapping[str, Any], without: Sequence[str] = ()) -> dict[str, Any]:
-    """Return what tells a group apart. NeMo has other names for two of the values."""
-    names = [name for name in _identifiers() if name not in without]
-    return {name: group.get(name, group.get(f"pre_{name}")) for name in names}
+ReadNumbers = Callable[[Sequence[tuple[str, Box]]], list[torch.Tensor]]
+"""Returns the stored numbers of parameters' groups, given by name and box. Empty if the checkpoint has none."""
 
 
-def match_groups(state: OptimizerState, common: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return each live group with the stored one. Raise RestoreError if there is none, or if several differ.
+def match_groups(
+    state: OptimizerState, common: Any, read: ReadNumbers = lambda _: []
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return each live group with the stored options that it takes.
 
-    Groups agree in all that Megatron tells them apart by; else in all but parallelism of experts, which a group may
-    gain or lose; else in the multipliers alone, since a resumed job may have other rates.
+    Groups without parameters on this rank, which the checkpoint lacks, keep theirs.
+
+    Raises:
+        RestoreError: No stored group fits a live one, or several differ.
     """
-    stored = _stored_groups(common)
+    stored = list_groups(common)
     found = []
-    for each in state.optimizers:
-        for group in each.optimizer.param_groups:
-            found.append((group, _find_group(group, stored)))
+    for group in list_unmatched(state, common):
+        places = [(name, box) for run, name, box in state.numbered if run.group is group]
+        options = choose_options(group, read(places)) if places else {}
+        if options is None:
+            raise describe_misfit(group, stored)
+        found.append((group, options))
+    unmatched = {id(group) for group, _ in found}
+    for group in _list_live_groups(state):
+        options = None if id(group) in unmatched else find_group(group, stored)
+        if options is not None:
+            found.append((group, options))
     return found
 
 
-def _find_group(group: Mapping[str, Any], stored: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    rates = [name for name in _identifiers() if name not in _IDENTIFIERS]
-    ways: tuple[Sequence[str], ...] = ((), ("is_expert_parallel",), rates, [*rates, "is_expert_parallel"])
-    for without in ways:
-        fits = [each for each in stored if _identify(each, without) == _identify(group, without)]
-        alike = [{n: v for n, v in each.items() if n not in ("params", "is_expert_parallel")} for each in fits]
-        if fits and all(each == alike[0] for each in alike):
-            return {name: value for name, value in fits[0].items() if name != "is_expert_parallel"}
-        if fits:
-            raise RestoreError(
-                f"{PREFIX}param_groups: several stored groups fit the live group {_identify(group)}: "
-                f"{[_identify(each) for each in fits]}",
-                [f"{PREFIX}param_groups"],
-            )
-    raise RestoreError(
-        f"{PREFIX}param_groups: no stored group fits the live group {_identify(group)}; the snapshot has "
-        f"{[_identify(each) for each in stored]}",
-        [f"{PREFIX}param_groups"],
-    )
+def list_unmatched(state: OptimizerState, common: Any) -> list[dict[str, Any]]:
+    """Return the live groups that no group in a common state fits."""
+    stored = list_groups(common)
+    return [group for group in _list_live_groups(state) if find_group(group, stored) is None]
 
 
-def _stored_groups(common: Any) -> list[dict[str, Any]]:
-    """Return the stored groups of all optimizers of a chain."""
-    if isinstance(common, list):
-        return [group for each in common for group in _stored_groups(each)]
-    if not isinstance(common, dict):
-        return []
-    groups = common.get("param_groups")
-    if isinstance(groups, list):
-        return [each for each in groups if isinstance(each, dict)]
-    return [group for each in common.values() for group in _stored_groups(each)]
-
-
-def _common_of(optimizer: Any, optimizers: Sequence[Any]) -> Any:
-    """Return groups and scalers, in the form of Megatron's own `state_dict()`, which needs a first step."""
-    each = [_common_of_one(one) for one in optimizers]
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    if len(chained) == 1:
-        return each[0] if each else {}
-    numbers = [number for number, one in enumerate(chained) if not getattr(one, "is_stub_optimizer", False)]
-    return dict(zip(numbers, each, strict=True))
-
-
-def _common_of_one(optimizer: Any) -> dict[str, Any]:
-    inner = optimizer.optimizer
-    steps = {float(held[STEP]) for held in inner.state.values() if isinstance(held.get(STEP), torch.Tensor)}
-    if len(steps) > 1:
-        raise SnapshotError(f"{STATE}{STEP}: all parameters must have made the same steps, got {sorted(steps)}")
-    groups = []
-    for group in inner.param_groups:
-        made = {name: value for name, value in group.items() if name != "params"}
-        groups.append({**made, STEP: steps.copy().pop() if steps else made.get(STEP, 0.0)})
-    scaler = getattr(optimizer, "grad_scaler", None)
-    found: dict[str, Any] = {"optimizer": {"param_groups": groups}}
-    return {**found, "grad_scaler": scaler.state_dict()} if scaler else found
-
-
-def _load_scalers(optimizers: Sequence[Any], common: Any) -> None:
-    stored = common if isinstance(common, dict) and "optimizer" in common else None
-    if stored is None:
-        parts = common.values() if isinstance(common, dict) else common or []
-        stored = next((each for each in parts if isinstance(each, dict) and "grad_scaler" in each), {})
-    for each in optimizers:
-        scaler = getattr(each, "grad_scaler", None)
-        if scaler and "grad_scaler" in stored:
-            scaler.load_state_dict(stored["grad_scaler"])
+def _list_live_groups(state: OptimizerState) -> list[dict[str, Any]]:
+    return [group for each in state.optimizers for group in each.optimizer.param_groups]
 
 
 def _expect_weights(runs: Sequence[_Run], error: type[SnapshotError]) -> None:
@@ -578,16 +567,22 @@ def _expect_weights(runs: Sequence[_Run], error: type[SnapshotError]) -> None:
 
     A rank's own run of the weights is always as new as its main parameters.
     """
-    equal: list[torch.Tensor] = []
+    alike: dict[tuple[torch.dtype, torch.device], list[tuple[_Run, torch.Tensor, torch.Tensor]]] = defaultdict(list)
+    chosen: dict[tuple[int, torch.device], torch.Tensor] = {}
     for run in runs:
-        size = run.end - run.begin
-        some = torch.linspace(0, size - 1, min(PROBED, size), dtype=torch.float64, device="cpu").long()
-        some = some.to(run.main.device)
-        main = run.main.detach()[some].to(run.parameter.dtype)
-        weights = run.parameter.detach().reshape(-1)[run.begin : run.end][some]
-        equal.append(((main == weights) | (main.isnan() & weights.isnan())).all())
-    agreed = torch.stack(equal).tolist() if equal else []
-    differing = [run.place.key for run, fits in zip(runs, agreed, strict=True) if not fits]
+        size, device = run.end - run.begin, run.main.device
+        if (size, device) not in chosen:
+            made = torch.linspace(0, size - 1, min(PROBED, size), dtype=torch.float64, device="cpu").long()
+            chosen[size, device] = made.to(device)
+        some = chosen[size, device]
+        weights = run.parameter.detach().reshape(-1)[run.begin : run.end]
+        alike[weights.dtype, device].append((run, run.main.detach()[some], weights[some]))
+    differing = []
+    for (dtype, _), held in alike.items():  # one comparison, and one copy from the device
+        main, weight = torch.cat([each[1] for each in held]).to(dtype), torch.cat([each[2] for each in held])
+        fits = ((main == weight) | (main.isnan() & weight.isnan())).cpu()
+        parts = torch.split(fits, [len(each[1]) for each in held])
+        differing += [run.place.key for (run, _, _), part in zip(held, parts, strict=True) if not part.all()]
     if not differing:
         return
     what = f"{differing[0]}: the main parameters of the distributed optimizer are not those of the model's weights"

@@ -10,6 +10,7 @@ import torch
 
 from snapshot.errors import RestoreError
 from snapshot.io.loop import run
+from snapshot.loading.mapped_states import MODEL, plan_states, separate_keys
 from snapshot.loading.open import Opened, expect_files
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
@@ -18,6 +19,7 @@ from snapshot.manifest.paths import add_parents, decode_component, encode_compon
 from snapshot.manifest.rank_view import RankView, adopt_entry, make_rank_view, rename_entries
 from snapshot.manifest.values import Entry
 from snapshot.maps.recipe import RecipeTarget, Spec
+from snapshot.maps.states import find_states
 from snapshot.maps.tensor_map import MapPlan, TensorMap
 from snapshot.tensors.geometry import Grid, split_shape
 from snapshot.tensors.memory import BY_NAME
@@ -31,7 +33,8 @@ def map_view(opened: Opened, view: RankView, tensor_map: TensorMap) -> RankView:
     """Return a view of a checkpoint with mapped tensors.
 
     The rules name tensors below a level of the state, such as `model`. Its tensors are replaced, and everything else
-    stays. Quantised weights have been replaced before, by `dequantise_checkpoint`.
+    stays. If the map names states of an optimizer and some are there, `model`, `optim` and the rest become
+    keys of their own. Quantised weights have been replaced before, by `dequantise_checkpoint`.
     """
     if not isinstance(tensor_map, TensorMap):
         raise TypeError(f"map must be a TensorMap, got {type(tensor_map).__name__}")
@@ -42,11 +45,19 @@ def map_view(opened: Opened, view: RankView, tensor_map: TensorMap) -> RankView:
     bases = _find_bases(tensors, tensor_map)
     made: dict[str, Any] = {}
     gone: set[str] = set()
+    shaped: list[str] = []
     for base, names in bases.items():
         own = {name: tensors[path] for name, path in names.items()}
-        plan = tensor_map.plan({name: Spec(each.dtype, tuple(each.shape)) for name, each in own.items()})
+        states = find_states(tensor_map.states, own)
+        specs = {name: Spec(each.dtype, tuple(each.shape)) for name, each in own.items() if name not in states}
+        plan = tensor_map.plan(specs)
         _expect_equal(opened, own, plan)
-        made |= {_join(base, name): entry for name, entry in _map_entries(own, plan).items()}
+        level = f"{base}/{MODEL}" if base and states else MODEL if states else base
+        made |= {_join(level, name): entry for name, entry in _map_entries(own, plan).items()}
+        if states:
+            found = plan_states(own, states, plan, tensor_map)
+            made |= {f"{base}/{path}" if base else path: _map_entry(own, target) for path, target in found.items()}
+            shaped.append(base)
         gone |= {*names.values(), *_find_dropped_values(known, base, tensor_map)}
     # A target that needs a tensor of another rank alone stays with the others of that rank: it is read only on demand.
     remote = {id(entry) for entry in view.elsewhere.values()}
@@ -58,7 +69,10 @@ def map_view(opened: Opened, view: RankView, tensor_map: TensorMap) -> RankView:
     kept |= {path: entry for path, entry in made.items() if path not in there}
     elsewhere = {path: entry for path, entry in view.elsewhere.items() if path not in gone}
     elsewhere |= {path: made[path] for path in there}
-    return RankView(_with_containers(kept, view.entries, gone), elsewhere, view.withheld, view.gone, view.unknown)
+    view = RankView(_with_containers(kept, view.entries, gone), elsewhere, view.withheld, view.gone, view.unknown)
+    for base in shaped:
+        view = separate_keys(view, base)
+    return view
 
 
 def dequantise_weights(opened: Opened, tensor_map: Any) -> Opened:

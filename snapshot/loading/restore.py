@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from snapshot.distributed.operation import Operation
-from snapshot.errors import CorruptSnapshotError, SnapshotError, noting
+from snapshot.errors import CorruptSnapshotError, RestoreError, SnapshotError, noting
 from snapshot.events import log
 from snapshot.io.loop import run
 from snapshot.io.system import gc_paused
@@ -20,10 +22,13 @@ from snapshot.loading.reader import ReadResult, fetch_requests, raise_faults
 from snapshot.loading.restore_options import RestoreOptions
 from snapshot.loading.restore_plan import RestorePlan, plan_restore, reshard_states
 from snapshot.loading.shared_reads import BroadcastReader, Ranges, agree_on_reads, share_checks, split_requests
+from snapshot.manifest.document import check_tensor
 from snapshot.reports import Line, RestoreReport
 from snapshot.state.flatten import inflate_tree
 from snapshot.state.optimizers import StateOfParameters
 from snapshot.state.stateful import RestoreAdapter
+from snapshot.tensors.geometry import Box
+from snapshot.tensors.memory import BY_NAME
 from snapshot.text import counted, listed
 
 
@@ -94,10 +99,11 @@ class Restore:
             if mine:
                 run(expect_files(opened, mine, reads=only, conditions=False))
             run(expect_conditions(opened, {each.location for each in (*plan.reads.objects, *plan.reads.requests)}))
-            agreed = agree_on_reads(self._exchange, plan, opened.url, once=self._read_once, atomic=options.atomic)
+            waits = options.atomic or any(each.compares_values for each in plan.adapters.values())
+            agreed = agree_on_reads(self._exchange, plan, opened.url, once=self._read_once, waits=waits)
             if agreed.same:
                 opened.storage.share_reads()
-        result = self._read(plan.reads, agreed.common, agreed.waits)
+        result = self._read(plan, agreed.common, agreed.waits)
         self._expect_all()
         plan.reads.requests, plan.reads.objects = [], []  # before the states are built, which takes memory again
         with self._phase("place"):
@@ -151,17 +157,19 @@ class Restore:
 
     # Read
 
-    def _read(self, reads: ReadPlan, common: Ranges, waits: bool) -> ReadResult:
+    def _read(self, plan: RestorePlan, common: Ranges, waits: bool) -> ReadResult:
         """Read objects first, then, if `atomic`, verify all bytes, then read everything into place.
 
         If `waits`, wait for all ranks before writing to live tensors.
         """
+        reads = plan.reads
         total = sum(request.end - request.begin for request in reads.requests)
         self._meter.begin(total * (2 if self._options.atomic else 1))
         with self._phase("read"):
             reads.await_targets()
             seen = self._fetch_shared(reads.objects, common)
             reads.finish_objects()
+            self._compare_values(plan)
             if self._options.atomic:
                 from snapshot.loading.archive_checksums import expect_archive_checksums  # read by `atomic` alone
 
@@ -177,6 +185,31 @@ class Restore:
             result = self._fetch_shared(reads.requests, common)
             result.add(seen)
         return result
+
+    def _compare_values(self, plan: RestorePlan) -> None:
+        """Raise if an adapter finds stored values that its stateful cannot take."""
+        wrong = []
+        for adapter in plan.adapters.values():
+            if adapter.compares_values:
+                entries, skipped, values = plan.grouped[adapter.key], plan.matched.skipped, plan.reads.values
+                wrong += adapter.find_wrong_values(entries, skipped, values, self._read_boxes)
+        if wrong:
+            raise RestoreError(
+                f"{self._opened.url}: does not fit the application, and nothing was touched:{listed(wrong, 100)}", wrong
+            )
+
+    def _read_boxes(self, boxes: Sequence[tuple[str, Any, Box]]) -> list[torch.Tensor]:
+        """Return boxes of stored tensors, given by path, entry and box. They are verified when all is read."""
+        files, partial = self._document.files, bool(self._document.parts)
+        plan, made = ReadPlan(files, partial=partial), []
+        for path, entry, box in boxes:
+            check_tensor(path, entry, files, partial=partial, boxes=[box])
+            made.append(torch.empty(box.sizes, dtype=BY_NAME[entry.dtype]))
+            plan.into_box(path, entry, box, made[-1])
+            if plan.lacking:
+                raise CorruptSnapshotError(f"{path}: its parts do not have the box [{box}]")
+        plan.execute(self._opened, verify=False)
+        return made
 
     def _fetch_shared(self, requests: Sequence[ReadRequest], common: Ranges) -> ReadResult:
         """Read the ranges of this rank alone, then the shared ones together with the other ranks."""

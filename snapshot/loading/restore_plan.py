@@ -228,9 +228,10 @@ class _Planner:
             expand_trees(opened, view.entries)  # globs and new names may mean values in them
         view = below_only_key(document, view, self._receivers)
         if self._options.map is not None:
-            from snapshot.loading.mapping import map_view  # few restores have a map
+            from snapshot.loading.mapped_states import below_model_state  # few restores have a map
+            from snapshot.loading.mapping import map_view
 
-            view = map_view(opened, view, self._options.map)
+            view = below_model_state(map_view(opened, view, self._options.map), self._receivers)
         if rename:
             self._change = compile_rename(rename, {**view.elsewhere, **view.entries})[0]
             view = follow_rename(view, rename, self._receivers)

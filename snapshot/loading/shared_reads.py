@@ -63,8 +63,8 @@ class ReadVote(msgspec.Struct, array_like=True):
     """Shared names in the snapshot that this rank does not use."""
     unknown: list[str]
     """Names that were requested but not found here, with the reason."""
-    atomic: bool = False
-    """True if the rank verifies every byte before it touches a live tensor."""
+    waits: bool = False
+    """True if the rank compares or verifies bytes before it touches a live tensor."""
 
 
 class ReadDecision(msgspec.Struct, array_like=True):
@@ -75,8 +75,8 @@ class ReadDecision(msgspec.Struct, array_like=True):
     """The ranks that must send their read sets, if the ranks want different ranges."""
     names: bool
     """True if all ranks must send the names that they use."""
-    atomic: bool = False
-    """True if no rank may touch a live tensor before all have verified their bytes."""
+    waits: bool = False
+    """True if no rank may touch a live tensor before all have compared or verified their bytes."""
     same: list[str] = msgspec.field(default_factory=list)
     """Digests of the read sets that several ranks of one host have, each for itself."""
 
@@ -96,7 +96,7 @@ class ReadAgreement:
     common: Ranges = frozenset()
     """The ranges that all ranks want, if they are to be read once."""
     waits: bool = False
-    """True if all ranks must wait until every rank has verified its bytes, because at least one is `atomic`."""
+    """True if all ranks must wait until every rank has compared or verified its bytes, because at least one does."""
     same: bool = False
     """True if another rank of this host reads the same long ranges, each for itself."""
 
@@ -117,8 +117,11 @@ def share_checks(exchange: Exchange, opened: Opened, files: set[str]) -> set[str
     return files.difference(ordered) | set(ordered[alike.index(exchange.rank) :: len(alike)])
 
 
-def agree_on_reads(exchange: Exchange, plan: RestorePlan, url: URL, *, once: bool, atomic: bool) -> ReadAgreement:
-    """Wait until all ranks are ready to read, or raise on all of them before anything is written."""
+def agree_on_reads(exchange: Exchange, plan: RestorePlan, url: URL, *, once: bool, waits: bool) -> ReadAgreement:
+    """Wait until all ranks are ready to read, or raise on all of them before anything is written.
+
+    `waits`: this rank compares or verifies bytes before it touches a live tensor.
+    """
     if exchange.alone:
         return ReadAgreement()
     everything = (*plan.reads.objects, *plan.reads.requests)
@@ -129,7 +132,7 @@ def agree_on_reads(exchange: Exchange, plan: RestorePlan, url: URL, *, once: boo
     ranges = {FileRange(request.location, request.begin, request.end) for request in requests}
     named = {_digest(repr(each).encode()): each for each in ranges}
     read_set = digest_range(b"".join(sorted(named))) if named else ""
-    ready = ReadVote(once, read_set, platform.node(), list(plan.matched.unexpected), plan.unknown, atomic)
+    ready = ReadVote(once, read_set, platform.node(), list(plan.matched.unexpected), plan.unknown, waits)
     go = exchange.agree(ready, lambda all_: _decide(all_, url), ReadVote, ReadDecision)
     if go.names or (go.once and len(go.speakers) > 1):
         wishes = ReadSet()
@@ -142,8 +145,8 @@ def agree_on_reads(exchange: Exchange, plan: RestorePlan, url: URL, *, once: boo
         if go.once and len(go.speakers) > 1:
             ranges = {named[key] for key in split_digests(common)}
     if not go.once or sum(each.end - each.begin for each in ranges) < WORTH:
-        return ReadAgreement(waits=go.atomic, same=read_set in go.same)
-    return ReadAgreement(frozenset(ranges), go.atomic)
+        return ReadAgreement(waits=go.waits, same=read_set in go.same)
+    return ReadAgreement(frozenset(ranges), go.waits)
 
 
 def _decide(all_: list[ReadVote], url: URL) -> ReadDecision:
@@ -159,7 +162,7 @@ def _decide(all_: list[ReadVote], url: URL) -> ReadDecision:
         once,
         sorted(seen.values()),
         any(ready.unexpected for ready in all_),
-        any(ready.atomic for ready in all_),
+        any(ready.waits for ready in all_),
         sorted({read_set for (_, read_set), count in readers.items() if count > 1}),
     )
 

@@ -10,12 +10,13 @@ from typing import Any, Literal, NamedTuple
 from snapshot.decoding import decode_json, decode_yaml
 from snapshot.errors import CorruptSnapshotError, RestoreError
 from snapshot.maps.recipe import Recipe, RecipeTarget, Spec, check_sizes
+from snapshot.maps.states import StateRule, parse_states
 from snapshot.text import listed
 
 Others = Literal["error", "keep", "drop"]
 Found = tuple[int, tuple[str, ...], tuple[int, tuple[str, ...]]] | None
 _MOST_NAMES = 1 << 20
-_FIELDS = {"tensor_map", "description", "for", "sizes", "rules", "others", "dequantise"}
+_FIELDS = {"tensor_map", "description", "for", "sizes", "rules", "others", "dequantise", "states"}
 METHODS = ("awq", "bitsandbytes", "gptq", "gptq_v2")
 """Methods of quantisation, under the names that Hugging Face's `quantization_config` has for them."""
 _SUFFIXES = (".yaml", ".yml", ".json")
@@ -51,6 +52,8 @@ class TensorMap:
 
     dequantise: str | None = None
     """An attribute of the class, since maps were pickled before they had it."""
+    states: tuple[StateRule, ...] = ()
+    """As above."""
 
     def __init__(
         self,
@@ -59,6 +62,7 @@ class TensorMap:
         sizes: Mapping[str, int] | None = None,
         others: Others = "error",
         dequantise: str | None = None,
+        states: Mapping[str, str | None] | None = None,
     ) -> None:
         """Parse the rules.
 
@@ -68,6 +72,8 @@ class TensorMap:
             others: What happens to tensors that no rule names: an error, or they are kept or dropped.
             dequantise: `"bitsandbytes"`, `"gptq"`, `"gptq_v2"` or `"awq"`: the weights that it has quantised are
                 computed first, so the rules name plain weights. Without rules, all tensors keep their names.
+            states: Names of what an optimizer keeps of each tensor, with `{name...}` and `{state}` -> their new paths,
+                such as `optim/state/{name}/{state}`, or None to drop them. They are mapped as their tensors are.
 
         Raises:
             ValueError: A rule is invalid.
@@ -80,6 +86,8 @@ class TensorMap:
         self.others = others
         if dequantise is not None:
             self.dequantise = dequantise
+        if states:
+            self.states = parse_states(states)
         self.recipes = [Recipe.parse(rule, given) for rule in rules]
         self._found: dict[str, Found] = {}
         """The first rule for each name, as far as that was asked."""
@@ -120,7 +128,8 @@ class TensorMap:
             sizes = _resolve_sizes(found.get("sizes") or {}, fields)
             rules = [made for rule in found["rules"] if (made := _rule_for(rule, fields)) is not None]
             method = _choose_method(found.get("dequantise"), fields, reverse=reverse)
-            made = TensorMap(rules, sizes=sizes, others=found.get("others", "error"), dequantise=method)
+            others, states = found.get("others", "error"), found.get("states")
+            made = TensorMap(rules, sizes=sizes, others=others, dequantise=method, states=states)
         except ValueError as error:
             raise ValueError(f"{text}: {error}") from None
         if reverse:
@@ -141,7 +150,7 @@ class TensorMap:
         """Return the map from the new layout to the old one.
 
         Dropped tensors do not come back. Casts are not undone: tensors keep their dtype. Of several names of one
-        tensor, all must hold the same values. Weights are not quantised again.
+        tensor, all must hold the same values. Weights are not quantised again. States of optimizers are not mapped.
 
         >>> from snapshot import TensorMap
         >>> TensorMap([{"names": "a -> b", "axes": "x y -> y x"}]).reversed().rename(["b"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -15,6 +15,7 @@ from snapshot.state.flatten import MISSING
 from snapshot.state.foreign_parts import read_state
 from snapshot.state.model_state import ModuleMap
 from snapshot.state.rng import RNGState
+from snapshot.tensors.geometry import Box
 
 
 @runtime_checkable
@@ -104,6 +105,10 @@ def _keyword_name(key: str) -> str:
     return key if key.isidentifier() else "value"
 
 
+ReadBoxes = Callable[[Sequence[tuple[str, Any, Box]]], list[torch.Tensor]]
+"""Returns boxes of stored tensors, given by path, entry and box, in new host memory."""
+
+
 class RestoreAdapter:
     """The part of a stateful in a restore. This one receives exactly the state that it saved."""
 
@@ -117,6 +122,8 @@ class RestoreAdapter:
     """The path of a model's names below the key; None if there is no model."""
     unfolds = True
     """True if plain values in other libraries' pickles become separate entries."""
+    compares_values = False
+    """True if `find_wrong_values` needs to be called. All ranks wait for each other after it."""
 
     def __init__(self, key: str, stateful: Any, state: Any = MISSING) -> None:
         """`state`: the current state, if it has been read already."""
@@ -137,6 +144,21 @@ class RestoreAdapter:
 
     def find_adopted(self, entries: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> list[str]:
         """Return the entries of other ranks that belong here as well."""
+        return []
+
+    def find_wrong_values(
+        self, entries: Mapping[str, Any], skipped: Collection[str], values: Mapping[str, Any], read: ReadBoxes
+    ) -> list[str]:
+        """Return the reasons, known only from stored values, why the state cannot be taken.
+
+        No live tensor has been written yet.
+
+        Args:
+            entries: The entries.
+            skipped: Those that are not requested.
+            values: Path -> value, of all but tensors.
+            read: Reads boxes of tensors.
+        """
         return []
 
     def find_unexpected(self, entries: Mapping[str, Any]) -> list[str]:

@@ -15,7 +15,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import snapshot
-from snapshot import CorruptSnapshotError, RestoreError, RestoreOptions, Snapshot, StateDict, Target, TensorMap
+from snapshot import (
+    CorruptSnapshotError,
+    ModelState,
+    RestoreError,
+    RestoreOptions,
+    Snapshot,
+    StateDict,
+    Target,
+    TensorMap,
+)
 from snapshot.cli import main
 from snapshot.maps.recipe import Spec
 from tests.helpers.arguments import for_take
@@ -518,3 +527,83 @@ def test_tensor_map_quotient_of_config_fields_must_be_whole(tmp_path):
     )
     with pytest.raises(ValueError, match="100 must be a multiple of 3"):
         TensorMap.load(tmp_path / "map.json", {"hidden": 100, "heads": 3})
+
+
+STATES = {
+    "opt.main.{name...}": "main_params/{name}",
+    "opt.group.{name...}": None,
+    "opt.{state}.{name...}": "optim/state/{name}/{state}",
+}
+
+
+def _stacked_state():
+    weights = torch.arange(24.0).view(2, 6, 2)
+    return {
+        "layers.qk": weights,
+        "embed": torch.arange(4.0).view(2, 2),
+        "opt.main.layers.qk": weights + 100,
+        "opt.exp_avg.layers.qk": weights + 200,
+        "opt.step.layers.qk": torch.tensor([3.0, 5.0]),
+        "opt.group.layers.qk": torch.zeros(2, 9),
+        "opt.exp_avg.embed": torch.ones(2, 2),
+        "opt.step.embed": torch.tensor(4.0),
+    }
+
+
+def _unstacked_map(**options):
+    rule = {"names": "layers.qk -> {l}.q, {l}.k", "axes": "l (r + r) c -> r c, r c"}
+    return TensorMap([rule, "embed -> wte"], states=STATES, **options)
+
+
+def test_tensor_map_of_states_is_that_of_their_tensors(tmp_path):
+    state = _stacked_state()
+    held = Snapshot.take(str(tmp_path), {"run": StateDict(state, note="x")})
+    weights = held.get_state_dict_for_key("model", map=_unstacked_map())
+    assert torch.equal(weights["1.k"], state["layers.qk"][1, 3:])
+    main = held.get_state_dict_for_key("main_params", map=_unstacked_map())
+    assert torch.equal(main["0.q"], state["layers.qk"][0, :3] + 100)
+    optim = held.get_state_dict_for_key("optim", map=_unstacked_map())
+    assert optim["param_groups"] == []
+    assert optim["state"].keys() == {"0.q", "0.k", "1.q", "1.k", "wte"}
+    assert_same(optim["state"]["1.q"], {"exp_avg": state["layers.qk"][1, :3] + 200, "step": torch.tensor(5.0)})
+    assert_same(optim["state"]["wte"], {"exp_avg": torch.ones(2, 2), "step": torch.tensor(4.0)})
+    assert held.read_object("note", map=_unstacked_map()) == "x"
+
+
+def test_tensor_map_puts_model_and_optimizer_below_the_only_model_state(tmp_path):
+    state = {name: each for name, each in _stacked_state().items() if "embed" in name}
+    state |= {"opt.exp_avg_sq.embed": torch.full((2, 2), 7.0)}
+    Snapshot.take(str(tmp_path), {"run": StateDict(state)})
+    model = torch.nn.Module()
+    model.wte = torch.nn.Parameter(torch.zeros(2, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    options = RestoreOptions(map=TensorMap(["embed -> wte"], states=STATES))
+    Snapshot(str(tmp_path)).restore({"train": ModelState(model, optimizer)}, options=options)
+    assert torch.equal(model.wte, state["embed"])
+    expected = {"step": torch.tensor(4.0), "exp_avg": torch.ones(2, 2), "exp_avg_sq": torch.full((2, 2), 7.0)}
+    assert_same(dict(optimizer.state[model.wte]), expected)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_tensor_map_refuses_states_that_do_not_fit(tmp_path):
+    state = _stacked_state() | {"opt.row_var.layers.qk": torch.zeros(2, 6)}
+    held = Snapshot.take(str(tmp_path / "rows"), {"run": StateDict(state)})
+    with pytest.raises(RestoreError, match=r"opt\.row_var\.layers\.qk.*\[2, 6, 2\], got \[2, 6\]"):
+        held.get_state_dict_for_key("model", map=_unstacked_map())
+    two = {"a": torch.zeros(2), "b": torch.ones(2), "opt.step.a": torch.tensor(1.0), "opt.step.b": torch.tensor(2.0)}
+    held = Snapshot.take(str(tmp_path / "steps"), {"run": StateDict(two)})
+    joined = TensorMap([{"names": "a, b -> ab", "axes": "i, i -> (i + i)"}], states=STATES)
+    with pytest.raises(RestoreError, match="ab: is made of tensors with steps of their own"):
+        held.get_state_dict_for_key("model", map=joined)
+    state = _stacked_state()
+    held = Snapshot.take(str(tmp_path / "key"), {"run": StateDict(state), "optim": StateDict(x=1)})
+    with pytest.raises(RestoreError, match="run/optim would become the key optim, which exists already"):
+        held.get_state_dict_for_key("model", map=_unstacked_map())
+
+
+@pytest.mark.parametrize(
+    "states", [{"opt.{state}": "x/{name}"}, {"opt.{name...}": "x"}, {"{name...}.{other}": None}, {"{name...}": 3}, [1]]
+)
+def test_tensor_map_with_invalid_states_is_refused(states):
+    with pytest.raises(ValueError, match="states"):
+        TensorMap(["a -> b"], states=states)

@@ -9,16 +9,19 @@ over whole tensors gives the same bits. `truth` has those, without Megatron.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
 import tempfile
 import zlib
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.optim.adamw import adamw
 
 from tests.helpers.forked_ranks import fork_ranks
 from tests.helpers.megatron_dirs import save
@@ -54,6 +57,12 @@ class Layout:
     """In Megatron's own directories, the ranks of data parallelism share the writing of weights."""
     hidden: int = HIDDEN
     inner: int = INNER
+    frozen: bool = False
+    """Embedding and the first half of the layers are not trained. Each layer has tensors of its own."""
+    llama: bool = False
+    """Root mean squares in place of LayerNorm, no biases, and rotary positions, as the models of Hugging Face have."""
+    fused: bool = False
+    """The inner optimizer counts steps in its groups, as those of Transformer Engine and Apex do."""
 
 
 def whole(key, what, shape):
@@ -110,7 +119,7 @@ class Job:
         """Return the sharded state dicts of the chunks by name, as Megatron's trainer names them."""
         from megatron.core import parallel_state
 
-        metadata, state = describe(kind), {}
+        metadata, state = describe(kind) | {"non_homogeneous_layers": self.layout.frozen}, {}
         for number, chunk in enumerate(self.chunks):
             if len(self.chunks) > 1:
                 parallel_state.set_virtual_pipeline_model_parallel_rank(number)
@@ -130,8 +139,8 @@ class Job:
         }
 
     def parameters(self):
-        """Return the parameters that the checkpoint has, with what places them."""
-        every = [each for chunk in self.chunks for each in chunk.parameters()]
+        """Return the trained parameters that the checkpoint has, with what places them."""
+        every = [each for chunk in self.chunks for each in chunk.parameters() if each.requires_grad]
         return [(each, self.sharded[id(each)]) for each in every if id(each) in self.sharded]
 
     def local(self, sharded, made):
@@ -178,12 +187,17 @@ class Job:
                         run = ranges["param"]
                         yield parameter, run.start, run.end, main, optimizer.optimizer.state.get(main, {})
 
+    def group_of(self, main):
+        """Return the group of a main parameter."""
+        groups = (group for each in self.optimizers() for group in each.optimizer.param_groups)
+        return next(group for group in groups if any(each is main for each in group["params"]))
+
     def expect(self, steps):
         """Raise if main parameters, moments, steps or weights differ in one bit from `truth`."""
         count = 0
         for parameter, begin, end, main, state in self.runs():
             sharded = self.sharded[id(parameter)]
-            held = {"param": main, **state}
+            held = {"param": main, "step": self.group_of(main).get("step"), **state}
             for name in STATES:
                 expected = self.local(sharded, lambda *at: truth(*at, steps)[name])  # noqa: B023
                 found = held[name].detach().flatten()
@@ -236,6 +250,46 @@ def slices(part):
     return tuple(slice(begin, begin + size) for begin, size in zip(part.global_offset, sizes, strict=True))
 
 
+class FusedAdam(torch.optim.Optimizer):
+    """AdamW with the structure of Transformer Engine's and Apex's: a step for each group that has parameters."""
+
+    def __init__(self, params, lr, weight_decay, betas, eps, adam_w_mode=True, **_):
+        assert adam_w_mode
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            held = [each for each in group["params"] if each.grad is not None]
+            states = [self.state[each] for each in held]
+            for each, state in zip(held, states, strict=True):
+                for name in STATES[1:]:
+                    state.setdefault(name, torch.zeros_like(each))
+            moments = [[state[name] for state in states] for name in STATES[1:]]
+            steps = [torch.tensor(group["step"] - 1.0) for _ in held]
+            adamw(
+                held, [each.grad for each in held], *moments, [], steps, foreach=False, amsgrad=False,
+                beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
+                weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+            )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _inner_optimizer(kind):
+    """Let Megatron make inner optimizers of a class, as if Transformer Engine had it."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    with contextlib.ExitStack() as changes:
+        for module in (optimizer, distrib_optimizer) if kind is not None else ():
+            changes.enter_context(mock.patch.object(module, "Adam", kind))
+            changes.enter_context(mock.patch.object(module, "USING_PYTORCH_OPTIMIZER", False, create=True))
+        yield
+
+
 def _destroy_groups():
     """Destroy the groups of the last job, which Megatron leaves behind. Each has threads and sockets."""
     for group in list(dist.distributed_c10d._world.pg_map):
@@ -274,13 +328,17 @@ def build(layout=Layout()):
         num_layers=layout.layers, hidden_size=layout.hidden, num_attention_heads=4, num_query_groups=2,
         ffn_hidden_size=layout.inner, use_cpu_initialization=True, bf16=layout.bf16, params_dtype=dtype,
         pipeline_dtype=dtype, gated_linear_unit=True, activation_func=torch.nn.functional.silu,
-        add_bias_linear=not layout.experts, tensor_model_parallel_size=layout.tensor,
+        add_bias_linear=not layout.experts and not layout.llama,
+        normalization="RMSNorm" if layout.llama else "LayerNorm", tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline, expert_model_parallel_size=layout.expert,
         gradient_accumulation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
         bias_activation_fusion=False, hidden_dropout=0.0, attention_dropout=0.0,
         sequence_parallel=layout.tensor > 1 and layout.experts, **virtual, **(mixture if layout.experts else {}),
     )  # fmt: skip
-    spec = get_gpt_layer_local_spec(**({"num_experts": EXPERTS, "moe_grouped_gemm": False} if layout.experts else {}))
+    spec = get_gpt_layer_local_spec(
+        normalization=config.normalization,
+        **({"num_experts": EXPERTS, "moe_grouped_gemm": False} if layout.experts else {}),
+    )
     buckets = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=layout.bucket is not None,
         bucket_size=layout.bucket, num_distributed_optimizer_instances=layout.instances,
@@ -293,17 +351,24 @@ def build(layout=Layout()):
             vocab_size=-(-WORDS // (8 * layout.tensor)) * 8 * layout.tensor,
             pre_process=parallel_state.is_pipeline_first_stage(**stage),
             post_process=parallel_state.is_pipeline_last_stage(**stage),
-            share_embeddings_and_output_weights=layout.tied, **({"vp_stage": number} if layout.virtual else {}),
+            share_embeddings_and_output_weights=layout.tied,
+            position_embedding_type="rope" if layout.llama else "learned_absolute",
+            **({"vp_stage": number} if layout.virtual else {}),
         )  # fmt: skip
         held = Float16Module(config, model) if layout.bf16 else model
+        if layout.frozen:
+            layers = [each for each in model.decoder.layers if each.layer_number <= layout.layers // 2]
+            for module in (*layers, *([model.embedding] if model.pre_process else ())):
+                module.requires_grad_(False)
         chunks.append(DistributedDataParallel(config=config, ddp_config=buckets, module=held))
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam", lr=RATE, bf16=layout.bf16, params_dtype=dtype, use_distributed_optimizer=True,
-            weight_decay=DECAY, adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=EPSILON, clip_grad=0.0,
-        ),
-        chunks,
-    )  # fmt: skip
+    with _inner_optimizer(FusedAdam if layout.fused else None):
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam", lr=RATE, bf16=layout.bf16, params_dtype=dtype, use_distributed_optimizer=True,
+                weight_decay=DECAY, adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=EPSILON, clip_grad=0.0,
+            ),
+            chunks,
+        )  # fmt: skip
     scheduler = OptimizerParamScheduler(
         optimizer, init_lr=0.0, max_lr=RATE, min_lr=RATE, lr_warmup_steps=0, lr_decay_steps=10,
         lr_decay_style="constant", start_wd=DECAY, end_wd=DECAY, wd_incr_steps=0, wd_incr_style="constant",

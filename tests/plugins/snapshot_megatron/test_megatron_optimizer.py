@@ -1,7 +1,9 @@
 """Megatron-core's distributed optimizer on four real ranks: what one split saves, another goes on with, bit for bit."""
 
 import importlib.util
+import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -9,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from snapshot import CorruptSnapshotError, RestoreError, RestoreOptions, Snapshot, SnapshotError
+from snapshot import CorruptSnapshotError, RankError, RestoreError, RestoreOptions, Snapshot, SnapshotError, TakeOptions
+from snapshot.testing import Tap, tapped
 from snapshot_megatron.adapter import MegatronState
-from tests.helpers.rank_pool import Pool
+from tests.helpers.rank_pool import Died, Pool
 from tests.plugins.snapshot_megatron.megatron_jobs import resume, state_of, take, trained
 from tests.plugins.snapshot_megatron.megatron_models import STATES, STEPS, Layout, build, truth
 
@@ -63,8 +66,21 @@ def test_megatron_optimizer_goes_on_in_every_other_split(four, tmp_path, saved):
         (Layout(expert=2, experts=True), [Layout(experts=True), Layout(expert=4, experts=True)]),
         (Layout(instances=2), [Layout(tensor=2), Layout(instances=2, pipeline=2)]),
         (Layout(bf16=False), [Layout(bf16=False, pipeline=2), Layout(bf16=False, tensor=2)]),
+        (Layout(fused=True, pipeline=2), [Layout(fused=True, bucket=3000), Layout(fused=True, tensor=2), Layout()]),
+        (Layout(bucket=3000), [Layout(fused=True, tensor=2)]),
+        (Layout(frozen=True, pipeline=2), [Layout(frozen=True), Layout(frozen=True, tensor=2, pipeline=2)]),
+        (Layout(frozen=True, pipeline=2, fused=True), [Layout(frozen=True, fused=True)]),
     ],
-    ids=["tied", "experts", "instances", "float32"],
+    ids=[
+        "tied",
+        "experts",
+        "instances",
+        "float32",
+        "steps of groups",
+        "into steps of groups",
+        "frozen",
+        "frozen, steps",
+    ],
 )
 def test_megatron_optimizer_of_other_models_goes_on_in_other_splits(four, tmp_path, saved, others):
     four.run(_resume_all, str(tmp_path / "s"), saved, others)
@@ -90,7 +106,8 @@ def directories(tmp_path_factory):
     """Directories that Megatron wrote in another process: its writer forks."""
     folder = tmp_path_factory.mktemp("megatron")
     program = [sys.executable, "-m", "tests.plugins.snapshot_megatron.megatron_models"]
-    for name, options in (("right", ["--tensor", "2"]), ("wrong", ["--bucket", "3000"])):
+    wrong = ["--bucket", "3000"]
+    for name, options in (("right", ["--tensor", "2"]), ("wrong", wrong), ("float32", [*wrong, "--no-bf16"])):
         more = ["--world", "2", "--kinds", "fully_reshardable", *options]
         subprocess.run([*program, folder / name, *more], check=True, capture_output=True, timeout=300)
     return folder
@@ -102,15 +119,41 @@ def test_megatron_state_restores_the_optimizer_of_a_directory_of_megatron(four, 
         four.run(resume, place, layout)
 
 
-def _refuse_directory(path):
-    job = build(SPLITS["tensor"])
-    with pytest.raises(CorruptSnapshotError, match="fully_reshardable"):
+def _refuse_directory(path, layout, error, words, change=lambda _: None):
+    job = build(layout)
+    change(job)
+    held = _fingerprint(job)
+    with pytest.raises(error, match=words):
         Snapshot(path).restore({"megatron": state_of(job)})
+    assert all(map(torch.equal, held, _fingerprint(job)))
+    assert not any(optimizer.optimizer.state for optimizer in job.optimizers())
+    Snapshot(path).restore({"megatron": state_of(job)}, options=RestoreOptions(exclude=["megatron/optimizer**"]))
+    for parameter, sharded in job.parameters():  # its weights are right
+        expected = job.local(sharded, lambda *at: truth(*at, STEPS)["param"])
+        assert torch.equal(parameter.detach(), expected.to(parameter.dtype))
 
 
-def test_megatron_state_refuses_a_directory_whose_main_parameters_are_shifted(four, directories):
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("wrong", Layout(tensor=2)), ("wrong", Layout(pipeline=2, virtual=2)), ("float32", Layout(bf16=False))],
+)
+def test_megatron_state_refuses_a_directory_with_shifted_main_parameters_before_it_is_touched(
+    four, directories, name, layout
+):
     """Megatron shifts them after a bucket with padding at its end."""
-    four.run(_refuse_directory, str(directories / "wrong" / "fully_reshardable" / "iter_0000003"))
+    place = str(directories / name / "fully_reshardable" / "iter_0000003")
+    four.run(_refuse_directory, place, layout, CorruptSnapshotError, "must not be used.*fully_reshardable")
+
+
+def _change_group(job):
+    for optimizer in job.optimizers():
+        optimizer.optimizer.param_groups[0]["wd_mult"] = 0.25
+
+
+def test_megatron_state_refuses_a_directory_with_other_groups_before_it_is_touched(four, directories):
+    place = str(directories / "right" / "fully_reshardable" / "iter_0000003")
+    words = r"nothing was touched.*\n.*no stored group fits.*wd_mult': 0\.25"
+    four.run(_refuse_directory, place, SPLITS["both"], RestoreError, words, _change_group)
 
 
 def _count_calls(path):
@@ -266,8 +309,7 @@ def test_megatron_optimizer_of_unknown_structure_is_refused_by_name(four, tmp_pa
 def _refuse_groups(path):
     take(path, SPLITS["data"])
     other = build(SPLITS["tensor"])
-    for optimizer in other.optimizers():
-        optimizer.optimizer.param_groups[0]["wd_mult"] = 0.25
+    _change_group(other)
     held = _fingerprint(other)
     with pytest.raises(RestoreError, match=r"no stored group fits.*wd_mult': 0\.25"):
         Snapshot(path).restore({"megatron": state_of(other)})
@@ -277,3 +319,117 @@ def _refuse_groups(path):
 
 def test_megatron_optimizer_with_an_unknown_group_is_refused_before_it_is_touched(four, tmp_path):
     four.run(_refuse_groups, str(tmp_path / "s"))
+
+
+def _restore_groups_of_other_ranks(path):
+    job = trained(Layout(frozen=True, pipeline=2))
+    for optimizer in job.optimizers():
+        for group in optimizer.optimizer.param_groups:
+            group["eps"], group["betas"] = 1e-5, (0.5, 0.25)
+        if dist.get_rank() < 2:  # the first stage has nothing to train
+            assert not any(group["params"] for group in optimizer.optimizer.param_groups)
+            optimizer.optimizer.param_groups.clear()  # as in versions that do not give all groups to all ranks
+    Snapshot.take(path, {"megatron": state_of(job)})
+    job = build(Layout(frozen=True, tensor=2))
+    Snapshot(path).restore({"megatron": state_of(job)})
+    job.expect(STEPS)
+    groups = [group for optimizer in job.optimizers() for group in optimizer.optimizer.param_groups]
+    assert {group["wd_mult"] for group in groups} == {0.0, 1.0}
+    assert {(group["eps"], group["betas"]) for group in groups if group["params"]} == {(1e-5, (0.5, 0.25))}
+    job = build(Layout(frozen=True))
+    _change_group(job)
+    held = _fingerprint(job)
+    with pytest.raises(RestoreError, match=r"no stored group fits.*wd_mult': 0\.25"):
+        Snapshot(path).restore({"megatron": state_of(job)})
+    assert all(map(torch.equal, held, _fingerprint(job)))
+
+
+def test_megatron_optimizer_restores_groups_that_the_first_rank_lacks(four, tmp_path):
+    four.run(_restore_groups_of_other_ranks, str(tmp_path / "s"))
+
+
+def _take_again_after_changes(path):
+    job = trained(SPLITS["both"])
+    state = state_of(job)
+    Snapshot.take(f"{path}/1", {"megatron": state})
+    job.train(1, first=STEPS)  # in the same memory
+    Snapshot.take(f"{path}/2", {"megatron": state})
+    for *_, main, held in job.runs():  # in other memory
+        held |= {name: each.clone() for name, each in held.items()}
+        main.data = main.data.clone()
+    job.train(1, first=STEPS + 1)
+    Snapshot.take(f"{path}/3", {"megatron": state})
+    for number in (1, 2, 3):
+        job = build(SPLITS["tensor"])
+        Snapshot(f"{path}/{number}").restore({"megatron": state_of(job)})
+        job.expect(STEPS + number - 1)
+
+
+def test_megatron_optimizer_taken_again_has_what_it_has_then(four, tmp_path):
+    four.run(_take_again_after_changes, str(tmp_path))
+
+
+class _Killer(Tap):
+    """Kills this process before it writes for the first time."""
+
+    async def before(self, operation):
+        if operation.name in ("put", "write"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_in_a_take(path, which):
+    job = trained(SPLITS["data"])
+    Snapshot.take(path, {"megatron": state_of(job)})
+    job.train(1, first=STEPS)
+    with tapped("killed", *([_Killer()] if dist.get_rank() == which else [])):
+        Snapshot.take(
+            f"killed+file://{path}", {"megatron": state_of(job)}, overwrite=True, options=TakeOptions(timeout=10)
+        )
+
+
+@pytest.mark.parametrize("which", [0, 3])
+def test_megatron_optimizer_take_with_a_killed_rank_leaves_the_old_step(four, tmp_path, which):
+    path = str(tmp_path / "s")
+    with Pool(4) as pool:
+        outcomes = pool.outcomes(_die_in_a_take, path, which)
+    assert [type(each) for each in outcomes] == [Died if rank == which else RankError for rank in range(4)], outcomes
+    four.run(resume, path, SPLITS["tensor"])
+
+
+def _restore_in_part(path):
+    take(path, SPLITS["data"])
+    job = build(SPLITS["both"])
+    weights = MegatronState(job.model_state)
+    held = _fingerprint(job)
+    with pytest.raises(RestoreError, match=r"optimizer\.state\.exp_avg\..*not in the application"):
+        Snapshot(path).restore({"megatron": weights})
+    assert all(map(torch.equal, held, _fingerprint(job)))
+    report = Snapshot(path).restore({"megatron": weights}, options=RestoreOptions(strict=False))
+    names = {line.path.removeprefix("megatron/") for line in report.unexpected}
+    wanted = (f"optimizer.state.{name}.decoder.final_layernorm.weight" for name in (*STATES, "step"))
+    assert names >= {*wanted} or dist.get_rank()  # a rank reports what it had itself
+    _expect_weights_alone(job)
+    job = build(SPLITS["virtual"])
+    Snapshot(path).restore({"megatron": state_of(job)}, options=RestoreOptions(select=["megatron/decoder.*"]))
+    _expect_weights_alone(job, "decoder.")
+    job = build(SPLITS["virtual"])
+    select = ["megatron/optimizer.state.exp_avg.*"]
+    Snapshot(path).restore({"megatron": state_of(job)}, options=RestoreOptions(select=select))
+    for parameter, begin, end, _main, state in job.runs():
+        expected = job.local(job.sharded[id(parameter)], lambda *at: truth(*at, STEPS)["exp_avg"])
+        assert torch.equal(state["exp_avg"], expected.flatten()[begin:end])
+        assert not state["exp_avg_sq"].any()  # not requested, so as if it were new
+        assert state["step"] == 0
+
+
+def _expect_weights_alone(job, prefix=""):
+    assert not any(optimizer.optimizer.state for optimizer in job.optimizers())
+    for parameter, sharded in job.parameters():
+        if sharded.key.startswith(prefix):
+            expected = job.local(sharded, lambda *at: truth(*at, STEPS)["param"])
+            assert torch.equal(parameter.detach(), expected.to(parameter.dtype))
+
+
+def test_megatron_optimizer_in_a_snapshot_is_restored_in_part_only_on_request(four, tmp_path):
+    """With `strict=False` and with `select`."""
+    four.run(_restore_in_part, str(tmp_path / "s"))
