@@ -9,7 +9,6 @@ nothing says so. The weights are right.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import random
 import re
@@ -90,7 +89,7 @@ class MainParameters:
         if self._sampled is None:
             read = partial(self._sample, opened)
             shared = await opened.session.read_once_on_host("main parameters of the optimizer", read)
-            self._sampled = json.loads(shared)
+            self._sampled = [line for line in shared.decode().split("\n") if line]
         return self._sampled
 
     async def agree(self, opened: Opened) -> bool:
@@ -108,7 +107,9 @@ class MainParameters:
                 opened.url,
                 lacks if self._without else "all weights are constant",
             )
-        return json.dumps(self._describe(differing, proven, ", by some of their elements")).encode()
+        return "\n".join(self._describe(differing, proven, ", by some of their elements")).encode(
+            errors="backslashreplace"
+        )
 
     async def _compare(self, opened: Opened, compare: Any) -> tuple[dict[str, list[str]], int]:
         """Return the slices that differ, by key, and the number of slices that agree and are not constant."""
