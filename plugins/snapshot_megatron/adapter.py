@@ -317,8 +317,8 @@ class _MegatronAdapter(RestoreAdapter):
         return wrong
 
     def _drop_steps(self, entries: Mapping[str, Any]) -> None:
-        """Do without steps by name, which Megatron's own directories lack. The groups have them, too."""
-        for path in [path for path in self.live if path not in entries]:
+        """Do without steps by name in Megatron's own directories. The groups have them, from which they come there."""
+        for path in [path for path in self.live if path not in entries or self._theirs]:
             if decode_component(path.partition("/")[2]).startswith(f"{STATE}{STEP}."):
                 del self.live[path]
 
@@ -328,6 +328,8 @@ class _MegatronAdapter(RestoreAdapter):
         top = entries[self.key]
         unknown = {path for path in find_names_beneath(self.key, entries) or () if path not in self.live}
         groups = {path for path in unknown if path.startswith(self._find_path(GROUP))}
+        if self._theirs:  # their steps come from the groups
+            groups |= {path for path in unknown if path.startswith(self._find_path(f"{STATE}{STEP}."))}
         groups = groups if self.stateful.live_optimizer is not None else set()
         unknown -= groups
         if self.stateful.restores_weights_alone():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import struct
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -17,10 +19,11 @@ from snapshot.formats.to_entries import read_pickle
 from snapshot.io.budget import MemoryBudget
 from snapshot.io.storage import Storage
 from snapshot.manifest.document import DerivedFile
-from snapshot.manifest.entries import AnyTensor, ObjectEntry, ShardedTensorEntry
+from snapshot.manifest.entries import AnyTensor, ObjectEntry, ShardedTensorEntry, TensorEntry
 from snapshot.manifest.paths import decode_component, encode_component
+from snapshot.tensors.digest import digest_bytes
 from snapshot_megatron.bucket_space import BUCKET, LayoutError, derive_layouts, find_buckets, make_entries
-from snapshot_megatron.main_parameters import CAUSE, MainParameters, find_pairs
+from snapshot_megatron.main_parameters import CAUSE, MainParameters, count_leading_axes, find_pairs
 
 STATE = "optimizer.state."
 """Beginning of `optimizer.state.<param, exp_avg, ...>.<key of the model>`."""
@@ -33,6 +36,9 @@ LONGEST = 1 << 20
 _OF_OPTIMIZER = re.compile(r"(?:chained_\d{1,4}\.)?optimizer\.")
 _DISTRIBUTED = re.compile(_OF_OPTIMIZER.pattern + r"distributed\.")
 _GROUPS = re.compile(r"(?:chained_(\d{1,4})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,6})\.optimizer/shard_\d+_\d+")
+_STEP = re.compile(r"0/optimizer/(?:%int:)?(?:\d{1,4}/)?(?:optimizer/)?param_groups/\d{1,6}/step")
+STEPS = "steps of the optimizer"
+"""Name of the derived file with the steps of all parameters."""
 GUARDED = " (optimizer)"
 """What the name of a file gets, for the part of it that belongs to the optimizer."""
 
@@ -45,8 +51,9 @@ async def refine(folder: SearchedFolder, found: ForeignDocument) -> ForeignDocum
         if path.count("/") == 1 and entry.is_tensor
     }
     if any(BUCKET.fullmatch(name) for name in tensors):
-        return await _join_buckets(folder, found, tensors)
-    return guard_optimizer(found, tensors, CAUSE)
+        return add_steps(await _join_buckets(folder, found, tensors))
+    guarded = guard_optimizer(found, tensors, CAUSE)
+    return None if guarded is None else add_steps(guarded)
 
 
 async def _join_buckets(
@@ -201,6 +208,61 @@ def guard_optimizer(found: ForeignDocument, tensors: Mapping[str, AnyTensor], ca
         derivations={**found.derivations, **{name: PartOf(place) for place, name in renamed.items()}},
         conditions={**found.conditions, **dict.fromkeys(renamed.values(), condition)},
     )
+
+
+def add_steps(found: ForeignDocument) -> ForeignDocument:
+    """Return a checkpoint in which each state has a step, as in a snapshot of a `MegatronState`.
+
+    Megatron counts steps in the groups. Nothing is added unless all groups have the same one.
+    """
+    every: Mapping[str, Any] = found.manifest
+    numbers = {entry.value() for path, entry in every.items() if _STEP.fullmatch(path) and entry.is_value}
+    kinds = {
+        match[2]: entry.shape[: min(count_leading_axes(match[2]), len(entry.shape) - 1)]
+        for path, entry in every.items()
+        if entry.is_tensor
+        and (match := _STATE.fullmatch(decode_component(path.removeprefix("0/")))) is not None
+        and match[1] == "exp_avg"
+    }
+    known = {decode_component(path.removeprefix("0/")) for path in every}
+    if len(numbers) != 1 or not kinds or any(f"{STATE}step.{key}" in known for key in kinds):
+        return found
+    ((number),) = numbers
+    if type(number) not in (int, float) or not 0 <= number < 1 << 24:
+        return found  # float32 has no such number
+    manifest, size = dict(every), 0
+    for key, shape in kinds.items():
+        end = size + 4 * math.prod(shape)
+        digest = digest_bytes(struct.pack("<f", number) * math.prod(shape))
+        name = encode_component(f"{STATE}step.{key}")
+        manifest[f"0/{name}"] = TensorEntry(STEPS, (size, end), "float32", shape, digest)
+        size = end
+    names = dict.fromkeys(decode_component(path.split("/", 2)[1]) for path in manifest)
+    return msgspec.structs.replace(
+        found,
+        manifest=manifest,
+        root=make_dict(names),
+        files={**found.files, STEPS: DerivedFile(size, exact=False)},
+        derivations={**found.derivations, STEPS: Steps(float(number), next(iter(found.files)))},
+    )
+
+
+class Steps:
+    """The derivation of a file that has one number again and again."""
+
+    def __init__(self, number: float, place: str) -> None:
+        """`place`: a file of the checkpoint, which must be there."""
+        self.sources: Collection[str] = (place,)
+        self._bytes = struct.pack("<f", number)
+
+    async def read(
+        self, storage: Storage, offset: int, views: Sequence[memoryview], memory: MemoryBudget, token: str | None
+    ) -> None:
+        """Write the number."""
+        for view in views:
+            first = offset % 4
+            view[:] = (self._bytes * (len(view) // 4 + 2))[first : first + len(view)]
+            offset += len(view)
 
 
 class PartOf:

@@ -106,7 +106,7 @@ def separate_keys(view: RankView, base: str) -> RankView:
         return rename_view(view, str)
     known = dict.fromkeys((*view.entries, *view.elsewhere))
     moved = {path[len(prefix) :].partition("/")[0] for path in known if path.startswith(prefix)}
-    taken = sorted(moved & {path.partition("/")[0] for path in known})
+    taken = sorted(moved & ({path.partition("/")[0] for path in known} - {base}))
     if taken:
         raise RestoreError(f"{prefix}{taken[0]} would become the key {taken[0]}, which exists already", taken)
     del view.entries[base]

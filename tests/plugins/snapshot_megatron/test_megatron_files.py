@@ -39,7 +39,12 @@ def _truth(files, name):
 def test_megatron_files_of_dp_reshardable_have_the_bits_of_the_optimizer(files, name):
     opened, truth = _open(files, name, "dp_reshardable"), _truth(files, name)
     paths = {path.removeprefix("0/") for path in opened.get_manifest()}
-    assert {path for path in paths if path.startswith("optimizer.")} == truth.keys()
+    steps = {path for path in paths if path.startswith("optimizer.state.step.")}
+    assert {path for path in paths if path.startswith("optimizer.")} - steps == truth.keys()
+    assert {path.replace("step", "param", 1) for path in steps} == {path for path in truth if ".state.param." in path}
+    for path in steps:  # one for each layer and expert
+        shape = truth[path.replace("step", "param", 1)].shape[: path.count(".layers.") + path.count(".experts.")]
+        assert torch.equal(opened.read_object(path), torch.full(shape, 3.0))
     assert all(torch.equal(opened.read_object(path), tensor) for path, tensor in truth.items())
     report = opened.verify()
     assert report.ok

@@ -1,6 +1,8 @@
 """A Megatron optimizer's state by the names of other libraries' parameters: into FSDP2 and into a plain process."""
 
 import importlib.util
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -177,6 +179,21 @@ def test_model_state_goes_on_from_a_megatron_optimizer_by_a_map(four, two, saved
     four.run(_restore, str(saved / split), True)
     two.run(_restore, str(saved / split), True)
     _restore(str(saved / split), False)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    """Directories that Megatron wrote in another process."""
+    folder = tmp_path_factory.mktemp("directories")
+    program = [sys.executable, "-m", "tests.plugins.snapshot_megatron.megatron_models", folder]
+    subprocess.run([*program, "--tensor", "2", "--llama"], check=True, capture_output=True, timeout=250)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["dp_reshardable", "fully_reshardable"])
+def test_model_state_goes_on_from_a_directory_of_megatron(two, directories, kind):
+    two.run(_restore, str(directories / kind / "iter_0000003"), True)
+    _restore(str(directories / kind / "iter_0000003"), False)
 
 
 def test_megatron_hf_on_moments_is_the_map_on_weights_with_moments_put_in(saved, tmp_path):
