@@ -105,24 +105,22 @@ def find_tagged_keys(keys: Iterable[Any]) -> list[int]:
     """Return the positions of keys that need a tagged component, since a string key has the same text."""
     keys = list(keys)
     texts = {key for key in keys if type(key) is str}
-    return [i for i, key in enumerate(keys) if type(key) is not str and not _is_long(key) and str(key) in texts]
+    return [
+        i for i, key in enumerate(keys) if type(key) is not str and encode_key(key) is not None and str(key) in texts
+    ]
 
 
-def name_keys(keys: Iterable[Any]) -> list[str] | None:
-    """Return the path components of a dict's keys; None if one of them cannot be an item of `keys`.
+def name_keys(keys: Iterable[Any]) -> list[str | None]:
+    """Return the path component of each key of a dict; None for one that cannot be an item of `keys`.
 
-    >>> name_keys(["a/b", 1, "1"])
-    ['a%2Fb', '%int:1', '1']
+    >>> name_keys(["a/b", 1, "1", (2, 3)])
+    ['a%2Fb', '%int:1', '1', None]
     """
     keys = list(keys)
     if all(type(key) is str for key in keys):
         return [key if key.isascii() and "/" not in key and "%" not in key else encode_component(key) for key in keys]
-    encoded, tagged = [encode_key(key) for key in keys], set(find_tagged_keys(keys))
-    return (
-        [key_component(key, i in tagged) for i, key in enumerate(encoded) if key is not None]
-        if None not in encoded
-        else None
-    )
+    tagged = set(find_tagged_keys(keys))
+    return [None if key is None else key_component(key, i in tagged) for i, key in enumerate(map(encode_key, keys))]
 
 
 def quote_path(text: str) -> str:

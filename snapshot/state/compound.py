@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from snapshot.errors import SnapshotError
 from snapshot.manifest.containers import NAMESPACES, Compound, NamedTupleEntry, RecordEntry, SubclassEntry
 from snapshot.manifest.paths import encode_component, encode_key, name_keys
 from snapshot.saved import class_name
@@ -103,7 +104,10 @@ def collect_leaves(path: str, value: Any, compounds: dict[str, Any] | None = Non
     Objects with a class of their own are added to `compounds`, under their paths.
     """
     found: dict[str, Any] = {}
-    _collect_leaves(path, value, found, {} if compounds is None else compounds)
+    try:
+        _collect_leaves(path, value, found, {} if compounds is None else compounds)
+    except RecursionError as error:
+        raise SnapshotError(f"{path}: nested deeper than Python's stack allows here, or holds itself") from error
     return found
 
 
@@ -112,22 +116,25 @@ def _collect_leaves(
 ) -> None:
     """Collect leaves recursively; `within` is True inside an object that is known not to contain itself."""
     kind = type(value)
+    names: Iterable[str | None]
     if kind in _SEQUENCES:
-        names: Iterable[str] | None = map(str, range(len(value)))
-        held = value
+        names, held = map(str, range(len(value))), value
     elif kind in _DICTS:
         names, held = name_keys(value), value.values()
+        if None in names:  # it is one value if it is saved, and has children in a snapshot that lacks this key
+            found[path] = value
     else:
         parts = find_components(value) if within or not holds_itself(value) else None
         if parts is not None or find_form(kind) is ENUM:
             compounds[path] = value
-        names, held = (None, ()) if parts is None else (map(encode_component, parts), parts.values())
-        within = True
-    if names is None:
-        found[path] = value
-        return
+        if parts is None:
+            found[path] = value
+            return
+        names, held, within = map(encode_component, parts), parts.values(), True
     prefix = path + "/"
     for name, child in zip(names, held, strict=True):
+        if name is None:
+            continue
         if type(child) in _SIMPLE:
             found[prefix + name] = child
         else:

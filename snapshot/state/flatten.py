@@ -190,7 +190,7 @@ class Flattened(TensorLeaves):
         if self._excluded is None or not self._excluded(path):
             return False
         self.excluded.append(path)
-        with contextlib.suppress(RecursionError):
+        with contextlib.suppress(SnapshotError):  # it holds itself, and has no names to record
             self.excluded.extend(collect_leaves(path, value))
         return True
 
@@ -228,16 +228,20 @@ class Flattened(TensorLeaves):
             self.entries[path] = DequeEntry(len(value), maxlen=value.maxlen)
         else:
             self.entries[path] = SEQUENCES[type(value)](len(value))
-        visitors, excluded = _VISITORS, self._excluded
+        visitors = _VISITORS
         for i, child in enumerate(value):
-            if excluded is not None and excluded(f"{path}/{i}"):
-                raise ValueError(f"exclude: {path}/{i} cannot be left out, since it is an element of a sequence")
+            self._expect_included(f"{path}/{i}")
             visitors.get(type(child), Flattened._add_value)(self, f"{path}/{i}", child, depth + 1)
+
+    def _expect_included(self, path: str) -> None:
+        if self._excluded is not None and self._excluded(path):
+            raise ValueError(f"exclude: {path} cannot be left out, since it is an element of a sequence")
 
     def _add_slice(self, path: str, value: slice, depth: int) -> None:
         self._check_depth(path, depth)
         self.entries[path] = SliceEntry(3)
         for i, child in enumerate((value.start, value.stop, value.step)):
+            self._expect_included(f"{path}/{i}")
             _VISITORS.get(type(child), Flattened._add_value)(self, f"{path}/{i}", child, depth + 1)
 
     def _add_dict(self, path: str, value: dict[Any, Any], depth: int) -> None:

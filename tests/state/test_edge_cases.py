@@ -412,3 +412,43 @@ def test_overlap_watches_no_local_tensor_with_gaps():
     found = OverlapEligible(map_modules({"net": net, "optim": optimizer}))
     assert list(map(id, found._changing)) == [id(strided._local_tensor)]
     assert [*map(id, found._wrappers.values())] == [id(dense), id(strided)]
+
+
+class Kept:
+    """A state that relies on restores into the tensor that it returns."""
+
+    def __init__(self, before=(), after=()):
+        self.tensor, self.before, self.after = torch.zeros(2), dict(before), dict(after)
+
+    def state_dict(self):
+        return {"held": {**self.before, "tensor": self.tensor, **self.after}}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.parametrize(
+    "key",
+    [(0, 1), float("nan"), 1 << 20_000, (1 << 20_000,), b"x"],
+    ids=["tuple", "nan", "long int", "tuple of a long int", "bytes"],
+)
+def test_restore_fills_tensors_beside_keys_that_no_manifest_has(folder, key):
+    saved = Kept()
+    saved.tensor.fill_(7)
+    Snapshot.take(folder, {"s": saved})
+    for live in (Kept(before={key: 1}), Kept(after={key: 1})):
+        Snapshot(folder).restore({"s": live})
+        assert live.tensor.tolist() == [7, 7]
+
+
+def test_take_leaves_out_what_holds_itself(folder):
+    held = {}
+    held["held"] = held
+    Snapshot.take(folder, {"s": StateDict(held=held, x=1)}, options=TakeOptions(exclude=["s/held"]))
+    with pytest.raises(SnapshotError, match="s: nested deeper than Python's stack allows here, or holds itself"):
+        Snapshot(folder).restore({"s": StateDict(held=held, x=0)})
+
+
+def test_take_refuses_to_leave_out_a_part_of_a_slice(folder):
+    with pytest.raises(ValueError, match="s/part/0 cannot be left out, since it is an element of a sequence"):
+        Snapshot.take(folder, {"s": StateDict(part=slice(1, 2))}, options=TakeOptions(exclude=["s/part/0"]))
