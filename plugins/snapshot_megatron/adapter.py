@@ -300,7 +300,10 @@ class _MegatronAdapter(RestoreAdapter):
         leaves = [path for path, entry in entries.items() if path.startswith(f"{base}/") and not entry.is_container]
         groups = [path for path in leaves if f"{path}/".startswith(f"{base}/{OPTIMIZER}/")] or leaves
         known = {*skipped, *(base + path[len(self.key) :] for path in skipped)}  # as they were named before
-        self._with_groups = bool(leaves) and known.isdisjoint(groups)
+        # Without any of the optimizer's tensors, its groups and steps would be those of another optimizer.
+        states = [path for path in entries if path.startswith(self._find_path(STATE))]
+        alone = bool(states) and all(path in skipped for path in states)
+        self._with_groups = bool(leaves) and known.isdisjoint(groups) and not alone
         if self._with_groups:
 
             def read_numbers(places: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
@@ -346,13 +349,13 @@ class _MegatronAdapter(RestoreAdapter):
 
     def load_state(self, state: Any, strict: bool) -> list[str]:
         """Load the state. Elements of live tensors beyond a shorter stored tensor are set to zero."""
+        filled = {name for name in state if state[name] is not self.state.get(name)}  # others were not requested
         with torch.no_grad():
             for path, shape in self._stored.items():
-                self.live[path].clear_outside(shape)
-        for name in self._listed & state.keys():
-            if state[name] is not self.state[name]:  # else it was not requested, and is the live object
-                state[name] = _only(state[name])
-        filled = {name for name in state if state[name] is not self.state.get(name)}
+                if decode_component(path.partition("/")[2]) in filled:
+                    self.live[path].clear_outside(shape)
+        for name in self._listed & filled:
+            state[name] = _only(state[name])
         self.stateful.load_filled(state, filled, with_groups=self._with_groups)
         return self._left
 

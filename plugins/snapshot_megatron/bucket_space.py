@@ -570,7 +570,9 @@ def make_entries(
         for state, entry in buckets[run.place].states.items():
             dtypes[state, run.local.key] = entry.dtype
             held = pieces[run.place, state]
-            at = begins[run.place, state][run.begin]
+            at = begins[run.place, state].get(run.begin, len(held))
+            if at == len(held):
+                raise LayoutError(f"no part of {state} begins at {run.begin}, where {run.local.key} does")
             while at < len(held) and held[at][0].offsets[0] < run.begin + run.local.numel:
                 box, stored = held[at]
                 shards[state, run.local.key] += _cut_piece(run, box.offsets[0] - run.begin, stored)

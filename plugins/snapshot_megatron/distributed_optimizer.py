@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from snapshot.errors import RestoreError, SnapshotError
+from snapshot.events import log
 from snapshot.state.sharded import LocalPiece, Shards
 from snapshot.tensors import composite
 from snapshot.tensors.geometry import Box, Shape, boxes_of_range, boxes_overlap, intersect, whole_box
@@ -138,6 +139,8 @@ class OptimizerState:
     """The steps of runs, where the inner optimizer has a step for all of a group."""
     numbered: list[tuple[_Run, str, Box]] = field(default_factory=list)
     """The runs, with the name and the box of their numbers."""
+    keys: dict[int, set[str]] = field(default_factory=dict)
+    """Id of a run's place -> the keys of its weight."""
     chosen: list[tuple[dict[str, Any], dict[str, Any]]] | None = None
     """Live groups with the stored options that they take, once that is known."""
     weights: dict[str, str] = field(default_factory=dict)
@@ -167,6 +170,7 @@ def read_optimizer(optimizer: Any, tree: Any, *, restoring: bool) -> OptimizerSt
     for run in runs:
         if id(run.place) not in layouts:
             layouts[id(run.place)] = _split_parameter(run.place)
+            state.keys[id(run.place)] = {part.key for part in layouts[id(run.place)]}
         values = _state_of(run, state, fresh)
         pieces = list(_pieces_of(run, layouts[id(run.place)]))
         for name, held in {PARAM: run.main.detach(), **values}.items():
@@ -205,6 +209,24 @@ def load_optimizer(state: OptimizerState, common: Any, filled: set[str], *, all_
         _set_group_step(run.group, held.item())
     if all_filled:
         _expect_weights(state.runs, RestoreError)
+    else:
+        _follow_weights(state, filled)
+
+
+def _follow_weights(state: OptimizerState, filled: set[str]) -> None:
+    """Give weights that were restored without their main parameters new ones: the next step would undo them otherwise.
+
+    Others keep all bits of their main parameters.
+    """
+    followed = set()
+    for run in state.runs:
+        keys = state.keys[id(run.place)]
+        if not run.is_shared and keys <= filled and not any(f"{STATE}{PARAM}.{key}" in filled for key in keys):
+            with torch.no_grad():
+                run.main.copy_(run.parameter.detach().reshape(-1)[run.begin : run.end])
+            followed |= keys
+    if followed:
+        log.info("%d weights were restored without main parameters, which now have their values", len(followed))
 
 
 # Places of parameters in the checkpoint
@@ -354,7 +376,10 @@ def _expect_flat(key: str, name: str, held: Any, length: int) -> None:
     is_flat = isinstance(held, torch.Tensor) and held.shape == (length,) and held.is_contiguous()
     if not is_flat or held.dtype is not torch.float32 or composite.plain_subclass_name(held.detach()) is None:
         shown = f"{held.dtype}{list(held.shape)}" if isinstance(held, torch.Tensor) else type(held).__qualname__
-        raise SnapshotError(f"{STATE}{name}.{key} must be a flat float32 tensor of {length} elements, got {shown}")
+        raise SnapshotError(
+            f"{STATE}{name}.{key} must be a flat float32 tensor of {length} elements, got {shown}; parameters of "
+            "several dtypes in one model are not supported"
+        )
 
 
 def _state_of(run: _Run, state: OptimizerState, fresh: dict[int, Any]) -> dict[str, torch.Tensor]:

@@ -10,6 +10,8 @@ from operator import attrgetter
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
+from msgspec.structs import replace
+
 from snapshot import extensions
 from snapshot.errors import MissingExtraError, SnapshotError, StorageError
 from snapshot.events import log
@@ -95,7 +97,8 @@ class Format:
 
     def __post_init__(self) -> None:
         extensions.expect_types(self)
-        if bool(self.refines) != bool(self.refine) or self.refines == self.name:
+        whole = bool(self.refines) == bool(self.refine) == (":" in self.refine)
+        if not whole or (self.refines and self.refines == self.name):
             raise TypeError(
                 f"refines and refine must name another format and a function, or nothing, got {self.refines!r} and "
                 f"{self.refine!r}"
@@ -259,7 +262,8 @@ async def _refine(name: str, folder: SearchedFolder, found: ForeignDocument) -> 
     """Return what the formats that refine another one make of its document: each gets that of the one before it."""
     for each in formats():
         if each.refines == name:
-            found = await _ask(each, each.refine, folder, found) or found
+            own = replace(found, manifest=dict(found.manifest), files=dict(found.files))
+            found = await _ask(each, each.refine, folder, own) or found  # a copy, since it may fail half-way
     return found
 
 

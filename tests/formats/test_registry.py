@@ -311,6 +311,8 @@ async def look(folder, found):
     assert "0/again" in found.manifest
 
 async def fail(folder, found):
+    found.manifest.clear()
+    found.files.clear()
     raise RuntimeError("no device")
 
 async def answer(folder, found):

@@ -146,6 +146,19 @@ def test_megatron_state_restore_equals_megatron_s_own_load(two, tmp_path, saved,
     two.run(_against_megatron, str(tmp_path), saved, wanted)
 
 
+def _without_padded(path):
+    rank = dist.get_rank()
+    Snapshot.take(path, {"megatron": MegatronState(sharded(Split(tensor=2, padded=14, rank=rank))[0])})
+    tree, live = sharded(Split(tensor=2, padded=20, rank=rank))
+    held = [each.clone() for each in live]
+    Snapshot(path).restore({"megatron": MegatronState(tree)}, options=RestoreOptions(exclude=["megatron/**"]))
+    assert all(map(torch.equal, live, held))
+
+
+def test_megatron_state_restore_leaves_padding_that_is_not_requested(two, tmp_path):
+    two.run(_without_padded, str(tmp_path / "s"))
+
+
 def _from_megatrons(folder, wanted):
     write_directory(folder)
     split = Split(**wanted, rank=dist.get_rank())

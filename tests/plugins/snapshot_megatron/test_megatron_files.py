@@ -1,6 +1,8 @@
 """Directories that Megatron-core 0.16.1 wrote, in `megatron_files.zip`, read without it. `write_megatron_files.py` made
 the archive."""
 
+import pickle
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from safetensors.torch import load_file
 
 import snapshot
 from snapshot import CorruptSnapshotError, Snapshot
+from snapshot.errors import UnsupportedFormatError
 
 ARCHIVE = Path(__file__).with_name("megatron_files.zip")
 NAMES = ["buckets", "tied", "experts", "both"]
@@ -78,3 +81,19 @@ def test_megatron_files_of_fully_reshardable_with_shifted_parameters_are_refused
     mains = {path: tensor for path, tensor in truth.items() if path.startswith("optimizer.state.param.")}
     for path, tensor in mains.items():
         assert torch.equal(opened.read_object(path.removeprefix("optimizer.state.param.")), tensor.bfloat16())
+
+
+def test_megatron_files_whose_metadata_lacks_parts_are_read_without_the_optimizer(files, tmp_path):
+    shutil.copytree(files / "both" / "dp_reshardable" / "iter_0000003", tmp_path / "d")
+    metadata = tmp_path / "d" / ".metadata"
+    held = pickle.loads(metadata.read_bytes())
+    bucket = next(name for name in held.state_dict_metadata if "bucket_idx" in name and name.endswith(".param"))
+    for kind in ("param", "exp_avg", "exp_avg_sq"):
+        entry = held.state_dict_metadata[bucket.removesuffix("param") + kind]
+        entry.chunks = [each for each in entry.chunks if each.offsets[0] != 64]
+    metadata.write_bytes(pickle.dumps(held))
+    opened, truth = Snapshot(tmp_path / "d"), _truth(files, "both")
+    path = "optimizer.state.param.output_layer.weight"
+    with pytest.raises(UnsupportedFormatError, match="no part of param begins at 64, where decoder"):
+        opened.read_object(path)
+    assert torch.equal(opened.read_object("output_layer.weight"), truth[path].bfloat16())
