@@ -25,6 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from snapshot.errors import SnapshotError
 from snapshot.events import log
+from snapshot.state.rng import RNGState
 from snapshot_trainers.ledger import RECORD, Ledger, Sum, hash_ids, pack_ids
 
 State = Mapping[str, Any]
@@ -42,26 +43,21 @@ _NOTHING = Sum()
 
 
 def _read_globals() -> dict[str, Any]:
-    """Return the state of the global generators."""
-    name, keys, position, gauss, cached = np.random.get_state()
-    version, numbers, kept = random.getstate()
+    """Return the state of the global generators on the host, as an `RNGState` has it.
+
+    Samplers draw from no others, and to ask every accelerator for its state would take its context.
+    """
+    version, words, normal = random.getstate()
     return {
-        "torch": torch.get_rng_state().numpy().tobytes(),
-        "python": [version, np.array(numbers, dtype=np.uint32).tobytes(), kept],
-        "numpy": [name, np.asarray(keys, dtype=np.uint32).tobytes(), position, gauss, cached],
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(legacy=False),
+        "python": {"version": version, "words": np.array(words, dtype=np.uint32), "normal": normal},
     }
 
 
 def _write_globals(held: State) -> None:
     """Set the state of some of the global generators."""
-    if "torch" in held:
-        torch.set_rng_state(_as_tensor(held["torch"]))
-    if "python" in held:
-        version, numbers, kept = held["python"]
-        random.setstate((version, tuple(np.frombuffer(numbers, dtype=np.uint32).tolist()), kept))
-    if "numpy" in held:
-        name, keys, *rest = held["numpy"]
-        np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
+    RNGState().load_state_dict(dict(held))
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:
@@ -70,7 +66,14 @@ def _as_tensor(data: bytes) -> torch.Tensor:
 
 def _changed(before: State, after: State) -> dict[str, Any]:
     """Return those states of the global generators that something has drawn from since."""
-    return {name: state for name, state in before.items() if after[name] != state}
+    return {name: state for name, state in before.items() if not _is_equal(after[name], state)}
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Return True if two states of a generator are equal: dicts, with arrays or tensors."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_equal(each, other[name]) for name, each in one.items())
+    return bool(np.array_equal(one, other))
 
 
 @contextmanager

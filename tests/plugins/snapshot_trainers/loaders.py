@@ -3,7 +3,7 @@
 import multiprocessing
 
 import torch.distributed as dist
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
@@ -11,17 +11,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from snapshot import RestoreError, Snapshot, StateDict
 from snapshot_trainers.torchdata import LoaderState
 from tests.helpers.arguments import for_restore
-
-
-class Numbers(Dataset):
-    def __init__(self, length):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        return index
+from tests.plugins.snapshot_trainers.orders import Numbers
 
 
 class Counted(Numbers):

@@ -111,6 +111,20 @@ def test_data_order_leaves_the_loader_as_it_was():
     assert LoaderState(tracked).state_dict() == state.state_dict()  # there is one place
 
 
+def test_data_order_goes_on_with_another_global_generator_of_numpy():
+    """Whose state is of another form than the default one's."""
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        saved, seen = begin(shuffled(), 3)
+        again = LoaderState(shuffled())
+        again.load_state_dict(saved)
+        rest = [one for each in again.loader for one in ids_of(each)]
+    finally:
+        np.random.set_bit_generator(before)
+    assert sorted(seen + rest) == list(range(48))
+
+
 def test_data_order_releases_the_loader():
     loader = shuffled(num_workers=1, persistent_workers=True)
     state = LoaderState(loader)
