@@ -245,8 +245,16 @@ class TierSet:
             found["far"] = far_text(shown.far, sum(each.sent for each in states), sum(each.total for each in states))
         else:
             save_id = near.save_id if near is not None else ""
-            found["far"] = "whole" if self._is_far(step, save_id, self.patience) else "absent"
+            found["far"] = self._ask_far(step, save_id)
         return found
+
+    def _ask_far(self, step: int, save_id: str) -> str:
+        """Return where the far root has a step of which no uploader tells."""
+        try:
+            return "whole" if self._is_far(step, save_id, self.patience) else "absent"
+        except StorageError as error:
+            log.warning("%s: cannot be reached, so step-%d may be there or not: %s", self.options.far, step, error)
+            return "unknown"
 
     def _statuses(self) -> list[Status]:
         """Return the states of all uploaders that answer, this host's first."""

@@ -429,7 +429,8 @@ class SnapshotManager:
 
         `near` is `whole`, `partial` or `absent`, over all hosts. `replicas` is the number of further hosts that have
         each near file. `far` is `whole`, `absent`, or the state of the upload: `uploading 41 %`, `queued`,
-        `waiting` (for files of other hosts), `kept near`, `dropped`, `outdated` or `damaged`.
+        `waiting` (for files of other hosts), `kept near`, `dropped`, `outdated` or `damaged`. It is `unknown` if no
+        uploader tells of the step and the far root cannot be reached.
         """
         return self._steps.where(checked_step(step))
 

@@ -104,6 +104,7 @@ def test_upload_to_a_bucket_that_is_down_blocks_and_loses_nothing(bucket, proxy,
         with pytest.raises(TimeoutError, match="step-60: not in"):
             manager.async_take(60, state(60)).wait("far", timeout=1)
         assert manager.where(60)["near"] == "whole"
+        assert manager.where(70) == {"near": "absent", "replicas": 0, "far": "unknown"}  # no uploader tells of it
     assert len(list(runs_in(hosts("a"))[0].glob("step-*"))) <= 6
     with job(bucket, hosts("a"), grace=0.5) as manager:
         live = state(-1)
