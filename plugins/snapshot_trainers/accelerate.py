@@ -15,6 +15,8 @@ from snapshot.interop.handover import is_snapshot
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.state.model_state import ModelState
 from snapshot.state.rng import RNGState
+from snapshot_trainers.data_order import is_tracked, order_of
+from snapshot_trainers.torchdata import LoaderState
 
 _OWN = ("rng", "loader")
 """Names of each rank's own state. It is restored on the same number of ranks only."""
@@ -33,6 +35,25 @@ class _Step:
         self._accelerator.step = state["step"]
 
 
+def track_loaders(accelerator: Any) -> None:
+    """Let `save_state` and `load_state` save and restore the places of all prepared data loaders.
+
+    Call it on all ranks after `accelerator.prepare`, and before the first loop: the start of an epoch cannot be found
+    later. After a restore, the loop goes on by itself with the rest of the epoch, on any number of ranks and with any
+    batch size, without `skip_first_batches`. See `snapshot_trainers.torchdata.LoaderState`.
+    """
+    for each in accelerator._dataloaders:  # noqa: SLF001 - accelerate has no public names
+        LoaderState(each)
+    skip = type(accelerator).skip_first_batches
+
+    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+        if is_tracked(dataloader):
+            order_of(dataloader).expect_own_reader()
+        return skip(accelerator, dataloader, num_batches)
+
+    accelerator.skip_first_batches = skip_first_batches
+
+
 def app_state_of(accelerator: Any) -> dict[str, Any]:
     """Return what `accelerator.save_state` saves, as an app state.
 
@@ -44,7 +65,11 @@ def app_state_of(accelerator: Any) -> dict[str, Any]:
         SnapshotError: The accelerator uses FSDP1, DeepSpeed, Megatron-LM or XLA, which have their own formats.
     """
     _refuse_other_formats(accelerator)
-    loaders = [each for each in accelerator._dataloaders if getattr(each, "use_stateful_dataloader", False)]  # noqa: SLF001 - accelerate has no public names
+    loaders = [
+        LoaderState(each) if is_tracked(each) else each
+        for each in accelerator._dataloaders  # noqa: SLF001 - accelerate has no public names
+        if is_tracked(each) or getattr(each, "use_stateful_dataloader", False)
+    ]
     groups = {
         "model": map(ModelState, accelerator._models),  # noqa: SLF001
         "optimizer": (each.optimizer for each in accelerator._optimizers),  # noqa: SLF001
@@ -99,7 +124,8 @@ def load_state(accelerator: Any, path: Any, **options: Any) -> None:
     if saved != accelerator.num_processes:
         log.info("%s: random numbers and data of %d ranks do not fit %d", path, saved, accelerator.num_processes)
         chosen = options.get("options") or RestoreOptions()
-        options["options"] = replace(chosen, exclude=[*chosen.exclude, "rng/**", "loader*/**"])
+        own = [f"{name}/**" for name, each in state.items() if name.startswith(_OWN) and type(each) is not LoaderState]
+        options["options"] = replace(chosen, exclude=[*chosen.exclude, *own])
     snapshot.restore(state, **options)
 
 

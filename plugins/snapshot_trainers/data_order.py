@@ -5,6 +5,8 @@ A restore lets the samplers begin the epoch again, leaves out what was seen, and
 with the saved one. So a sampler that cannot begin again in the same way is an error, and no list says which may.
 
 A loader is changed in place: its class becomes a subclass of itself, which tells what is drawn and what the loop gets.
+Of a loader that accelerate has prepared, the loader of torch within tells what is drawn, and the outer one what the
+loop gets.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -26,13 +28,26 @@ from torch.utils.data.distributed import DistributedSampler
 from snapshot.errors import SnapshotError
 from snapshot.events import log
 from snapshot.state.rng import RNGState
-from snapshot_trainers.ledger import RECORD, Ledger, Sum, hash_ids, pack_ids
+from snapshot_trainers.ledger import RECORD, Ledger, Sum, hash_ids, hash_last, pack_ids
+from snapshot_trainers.prepared import (
+    batches_in_round,
+    count_own,
+    is_dispatched,
+    is_plain,
+    is_prepared,
+    is_shard,
+    place_of,
+    share,
+    skips,
+)
 
 State = Mapping[str, Any]
 _ORDER = "_snapshot_order"
 _EVERYWHERE = frozenset(("epoch", "seed", "initial_seed"))
 """Attributes of samplers that are the same on all ranks, with whatever number of them."""
-_SETTINGS = frozenset(("batch_size", "num_replicas", "num_samples", "rank", "total_size"))
+_SETTINGS = frozenset(
+    ("batch_size", "num_processes", "num_replicas", "num_samples", "process_index", "rank", "total_size")
+)
 """Attributes of samplers that the application gives, and that a restore leaves as they are."""
 _MANY = 64
 """Batches that are counted together: to count each by itself would cost a loop of small ones much more."""
@@ -145,20 +160,41 @@ def _write_samplers(samplers: Sequence[Any], saved: Sequence[State], *, everywhe
         for name, state in held.items():
             value = getattr(each, name, None)
             if isinstance(state, Mapping):
+                if value is None and "torch" in state:  # that of another number of ranks had one
+                    value = torch.Generator()
+                    setattr(each, name, value)
                 if value is not None:
                     _write_generator(value, state)
             elif value != state and (name in _EVERYWHERE or not (everywhere or name in _SETTINGS)):
                 setattr(each, name, state)
 
 
+@contextmanager
+def _without_new_generators(samplers: Sequence[Any], saved: Sequence[State]) -> Iterator[None]:
+    """Take generators away from samplers that had none when they were saved, and drew from the global one instead."""
+    taken = [
+        (each, each.generator)
+        for each, held in zip(samplers, saved, strict=True)
+        if isinstance(getattr(each, "generator", None), torch.Generator) and "generator" not in held
+    ]
+    for each, _ in taken:
+        each.generator = None
+    try:
+        yield
+    finally:
+        for each, generator in taken:
+            each.generator = generator
+
+
 # One epoch
 
 
 class _Epoch:
-    """One pass of a loop over a loader."""
+    """One pass of a loop over a loader. `each`: the batches that are drawn for one that the loop gets."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, each: int = 1) -> None:
         self.number = number
+        self.each = each
         self.resumes = False
         """True if the samplers must begin again, and leave out what was seen."""
         self.start: dict[str, Any] | None = None
@@ -169,39 +205,65 @@ class _Epoch:
         """Batches that the loop got since the ranks divided the epoch."""
         self.counted = 0
         """How many of them are in the ledger."""
+        self.last: bytes | Sum = b""
+        """The ids of the last of them."""
+        self.own: int | None = None
+        """How many samples this replica has of its own since then. More than those even out the last batch."""
         self.ledger = Ledger()
         """The samples in them."""
         self.before = _NOTHING
         """The samples that this replica counts of those before the ranks divided the epoch."""
         self.divided = _NOTHING
         """The samples of all replicas before that."""
+        self.units = 0
+        """The batches of all replicas before that."""
+        self.batch_size: int | None = None
+        """Samples of a batch of all, when the epoch began."""
+        self.repeated = _NOTHING
+        """The samples that this replica saw once more before that, to even out the last batches."""
         self.flight: deque[Any] = deque()
         """The ids of batches that are drawn, and that the loop has not got yet."""
         self.finished = False
 
     @classmethod
-    def from_state(cls, state: State) -> _Epoch:
+    def from_state(cls, state: State, each: int) -> _Epoch:
         """Return the epoch that a state is in the middle of."""
-        epoch = cls(state["epoch"])
+        epoch = cls(state["epoch"], each)
         epoch.resumes = True
         epoch.start, epoch.moved = state["start"], state["moved"]
         epoch.batches = epoch.counted = state["batches"]
         epoch.ledger = Ledger(Sum.decode(state["seen"]))
         epoch.before, epoch.divided = Sum.decode(state["before"]), Sum.decode(state["divided"])
+        epoch.units, epoch.batch_size = state["units"], state["batch_size"]
         return epoch
 
     def count(self) -> Sum:
         """Return the sum of the samples in the batches that the loop got."""
         flight = self.flight
-        for _ in range(min(self.batches - self.counted, len(flight))):
-            self.ledger.add(flight.popleft())
+        for _ in range(min((self.batches - self.counted) * self.each, len(flight))):
+            self.last = flight.popleft()
+            self.ledger.add(self.last)
         self.counted = self.batches
         return self.ledger.sum
 
     @property
+    def evened(self) -> Sum:
+        """The samples that this replica saw once more, since the last batches of an epoch are evened out."""
+        seen = self.count()
+        more = seen.samples - self.own if self.finished and self.own is not None else 0
+        return self.repeated + hash_last(self.last, more)
+
+    def divide(self, seen: Sum, repeated: Sum) -> None:
+        """Divide what is left anew, after samples that all have seen, and those that this replica saw once more."""
+        self.before, self.repeated = self.before + self.count(), self.repeated + repeated
+        self.divided += seen
+        self.batches = self.counted = 0
+        self.ledger = Ledger()
+
+    @property
     def total(self) -> Sum:
-        """All samples that this replica counts."""
-        return self.before + self.count()
+        """All samples that this replica counts, but those that even out the last batches."""
+        return self.before + self.count() - self.evened
 
 
 class _Counted:
@@ -248,33 +310,64 @@ class _Indices:
         return getattr(self._inner, name)
 
 
-def _track(loader: Any, order: DataOrder) -> None:
-    """Let a loader tell what it draws and what the loop gets."""
-    loader.__dict__[_ORDER] = order
-    loader.__class__ = _make_tracked(type(loader))
-    held = getattr(loader, "_iterator", None)
-    if held is not None:  # workers that persist read from what the loader had when they were started
-        held._index_sampler = loader._index_sampler  # noqa: SLF001 - nothing else names it
-
-
-def _make_tracked(kind: Any) -> Any:
-    """Return the class of a tracked loader: a subclass of the one that it has, so `isinstance` stays true."""
+def _track(loader: Any, order: DataOrder, within: Any) -> None:
+    """Let a loader tell what it draws and what the loop gets. `within`: the loader of torch in a prepared one."""
 
     def index_sampler(self: Any) -> Any:
-        return _Indices(getattr(self, _ORDER), super(made, self)._index_sampler)
+        order: DataOrder = getattr(self, _ORDER)
+        return _Indices(order, super(type(self), self)._index_sampler)
 
     def iterate(self: Any) -> Iterator[Any]:
         order: DataOrder = getattr(self, _ORDER)
-        return order.iterate(super(made, self).__iter__)
+        return order.iterate(super(type(self), self).__iter__)
+
+    def begin(self: Any) -> Iterator[Any]:
+        order: DataOrder = getattr(self, _ORDER)
+        return order.begin_within(super(type(self), self).__iter__)
+
+    drawn = {"_index_sampler": property(index_sampler)}
+    if within is loader:
+        _change_class(loader, order, {**drawn, "__iter__": iterate})
+    else:
+        _change_class(loader, order, {"__iter__": iterate})
+        _change_class(within, order, {**drawn, "__iter__": begin})
+        if hasattr(within, "state_dict"):  # accelerate has begun an epoch already, to have its state
+            within._iterator, within._initial_iter_for_state_dict = None, False  # noqa: SLF001
+    held = getattr(within, "_iterator", None)
+    if held is not None:  # workers that persist read from what the loader had when they were started
+        held._index_sampler = within._index_sampler  # noqa: SLF001 - nothing else names it
+
+
+def _change_class(value: Any, order: DataOrder, methods: Mapping[str, Any]) -> None:
+    """Let the class of an object be a subclass of the one that it has, so `isinstance` stays true."""
+    kind: Any = type(value)
 
     def reduce(self: Any, _: Any) -> Any:
-        # Copies and pickles have the loader's own class, and are not tracked.
+        # Copies and pickles have the object's own class, and are not tracked.
         return object.__new__, (kind,), {name: value for name, value in vars(self).items() if name != _ORDER}
 
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    methods = {"_index_sampler": property(index_sampler), "__iter__": iterate, "__reduce_ex__": reduce}
-    made: Any = type(kind.__name__, (kind,), {**names, **methods})
-    return made
+    value.__dict__[_ORDER] = order
+    # A prepared loader has `__class__` as a property, and says that it is one of torch.
+    object.__dict__["__class__"].__set__(
+        value, type(kind.__name__, (kind,), {**names, **methods, "__reduce_ex__": reduce})
+    )
+
+
+def _guard(batch_sampler: Any, order: DataOrder) -> None:
+    """Let a batch sampler raise if another loader reads it while its own is to go on after a restore."""
+
+    def iterate(self: Any) -> Iterator[Any]:
+        order: DataOrder = getattr(self, _ORDER)
+        order.expect_own_reader()
+        return super(type(self), self).__iter__()  # type: ignore[no-any-return]
+
+    _change_class(batch_sampler, order, {"__iter__": iterate})
+
+
+def is_tracked(loader: Any) -> bool:
+    """Return True if a loader has an order already."""
+    return _ORDER in loader.__dict__
 
 
 def order_of(loader: Any) -> DataOrder:
@@ -286,56 +379,131 @@ def order_of(loader: Any) -> DataOrder:
 class DataOrder:
     """The order of the samples of one `DataLoader`."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        if not getattr(loader, "in_order", True):
+    def __init__(self, loader: Any) -> None:
+        self._prepared = is_prepared(loader)
+        within: DataLoader[Any] = loader.base_dataloader if self._prepared else loader
+        if not getattr(within, "in_order", True):
             raise ValueError(
                 "a DataLoader with in_order=False gives batches in the order in which its workers finish, which "
                 "nothing can repeat; pass in_order=True"
             )
-        self._loader = weakref.ref(loader)  # the loader holds this: with its workers, it must go when it is released
-        self._inner: Any = loader._index_sampler  # noqa: SLF001 - what torch itself draws from
-        self._streams = isinstance(loader.dataset, IterableDataset)
-        self._epoch = _Epoch(0)
+        inner: Any = within._index_sampler  # noqa: SLF001 - what torch itself draws from
+        if self._prepared and skips(loader, inner):
+            raise ValueError("the loader must be the prepared one itself, got one that skip_first_batches made of it")
+        # The loader holds this: with its workers, it must go when it is released.
+        self._outer, self._loader = weakref.ref(loader), weakref.ref(within)
+        self._inner, self._kind = inner, type(inner)
+        self._shard: Any = inner if is_shard(inner) else None
+        self._streams = isinstance(within.dataset, IterableDataset)
+        self._dispatched = is_dispatched(loader)
+        self.place = place_of(loader, inner) if self._prepared else None
+        """The number of this replica and of all, if accelerate shares the batches out."""
+        self._round = batches_in_round(loader, inner) if self._prepared else 1
+        self._source, self._by_sample = self._find_source(inner)
+        self._epoch = self._make_epoch(0)
         self._past: list[Sum] = []
+        self._evened: dict[int, Sum] = {}
+        """Numbers of past epochs -> the samples that were seen once more to even out their last batches."""
         self._waiting: State | None = None
         """A state that was loaded, until the next epoch begins from it."""
-        _track(loader, self)
+        self._reads = False
+        self._globals: dict[str, Any] = {}
+        _track(loader, self, within)
+        if self._prepared and hasattr(inner, "__dict__") and not self._streams:
+            _guard(inner, self)
+
+    def _find_source(self, inner: Any) -> tuple[Any, bool]:
+        """Return what gives the order of all ranks that accelerate serves, or of this one; True if it gives samples."""
+        whole = inner if self._shard is None else inner.batch_sampler
+        if is_plain(whole) if self._prepared else type(whole) is BatchSampler:
+            return whole.sampler, True
+        return whole, self._shard is None and inner is self.loader.sampler
+
+    def _make_epoch(self, number: int) -> _Epoch:
+        return _Epoch(number, self._round if self._dispatched else 1)
 
     @property
     def loader(self) -> Any:
-        """The loader."""
+        """The loader of torch."""
         return self._loader()
+
+    @property
+    def _silent(self) -> bool:
+        """True on a rank that gets all batches from another one."""
+        return self._dispatched and self.place is not None and self.place[0] != 0
 
     # The loader's side
 
     def iterate(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Begin an epoch, or go on with the one that was restored. `begin` makes the iterator of torch."""
+        """Begin an epoch, or go on with the one that was restored. `begin` makes the iterator of the loader."""
         resumed = self._waiting
         if resumed is None:
             self._close_epoch()
             return _Counted(begin(), self._epoch)
-        self._epoch = epoch = _Epoch.from_state(resumed)
-        # An epoch that is resumed has begun before: its start must not draw the numbers of the application again. A
-        # generator that the samplers share with the loader is set when they begin.
+        self._epoch = epoch = _Epoch.from_state(resumed, self._epoch.each)
+        return _Counted(self._go_on(begin()) if self._prepared else self._resume(begin, epoch), epoch)
+
+    def _resume(self, begin: Callable[[], Iterator[Any]], epoch: _Epoch) -> Iterator[Any]:
+        """Return the iterator of torch for the rest of an epoch.
+
+        The epoch has begun before: its start must not draw the numbers of the application again. A generator that the
+        samplers share with the loader is set when they begin.
+        """
         own = self.loader.generator
         shared = own is None or any(own is getattr(each, "generator", None) for each in self.samplers)
         state = None if own is None or shared else own.get_state()
         with _globals_kept():
             inner = begin()
-            if self._streams:
-                self._drop(inner, epoch.batches)
+            if self._streams and not self._silent:
+                self._drop(inner, epoch.batches * epoch.each)
         if state is not None:
             own.set_state(state)
-        return _Counted(inner, epoch)
+        return inner
+
+    def _go_on(self, drawn: Iterator[Any]) -> Iterator[Any]:
+        """Yield the rest of an epoch from a prepared loader, which begins with the first batch."""
+        outer = self._outer()
+        number, kinds = outer.iteration, getattr(outer, "rng_types", None)
+        self._globals = _read_globals()
+        if kinds is not None:  # it would set the generators of all ranks to those of one, as when an epoch begins
+            outer.rng_types = None
+        try:
+            first = list(islice(drawn, 1))
+        finally:
+            if kinds is not None:
+                outer.rng_types = kinds
+        yield from chain(first, drawn)
+        outer.iteration = number + 1  # accelerate does not count an epoch of which nothing was left
+
+    def begin_within(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Begin an epoch of the loader of torch in a prepared one."""
+        epoch = self._epoch
+        if not epoch.resumes:
+            return begin()
+        inner = self._resume(begin, epoch)
+        # The batch that comes next was drawn before, too, since a prepared loader reads one ahead.
+        first = [] if self._silent else list(islice(inner, 1))
+        self._resumed()
+        _write_globals(self._globals)
+        outer = self._outer()
+        if epoch.divided.samples and outer.remainder >= 0:
+            outer.remainder = (len(self.loader.dataset) - epoch.divided.samples) % outer.total_batch_size
+        return chain(first, inner)
 
     def _close_epoch(self) -> None:
         """Note what the last epoch had, and begin another one."""
         last = self._epoch
         if last.batches or last.finished or last.divided.samples:
-            self._past.append(last.total)
-            self._epoch = _Epoch(last.number + 1)
+            self._past, self._evened = self._with_last(last)
+            self._epoch = self._make_epoch(last.number + 1)
         else:
-            self._epoch = _Epoch(last.number)
+            self._epoch = self._make_epoch(last.number)
+
+    def _with_last(self, last: _Epoch) -> tuple[list[Sum], dict[int, Sum]]:
+        """Return the sums of the past epochs, and of this one."""
+        evened = last.evened
+        more = {len(self._past): evened} if evened.samples else {}
+        return [*self._past, last.total], {**self._evened, **more}
 
     def _drop(self, inner: Iterator[Any], count: int) -> None:
         """Read what was seen of an iterable dataset, since it has no order that could be made without reading."""
@@ -350,16 +518,33 @@ class DataOrder:
                 ) from None
         self._resumed()
 
+    def expect_own_reader(self) -> None:
+        """Raise if something else than the loader reads its batches between a restore and the next epoch."""
+        if self._waiting is not None and not self._reads:
+            raise SnapshotError(
+                "the loader goes on after the batches that were seen by itself, and something else reads from its "
+                "batch sampler, such as skip_first_batches; loop over the prepared loader, without it"
+            )
+
+    def _begin(self, sampler: Any) -> Iterator[Any]:
+        self._reads = True
+        try:
+            return iter(sampler)
+        finally:
+            self._reads = False
+
     def draw(self, inner: Any) -> Iterator[Any]:
         """Yield what the loader reads, and note it."""
-        if self._streams:
-            return iter(inner)
+        if self._streams or self._silent:
+            return self._begin(inner)
         epoch = self._epoch
+        epoch.own = self._count_own(epoch.divided.samples)
         if epoch.resumes:
             return self._note(epoch, self._begin_again(epoch, inner))
+        epoch.batch_size = self._batch_size
         samplers = self.samplers
         at_iter, held = _read_globals(), _read_samplers(samplers)
-        drawn = iter(inner)
+        drawn = self._begin(inner)
         start = {"globals": _changed(at_iter, _read_globals()), "samplers": held}
         return self._note(epoch, self._watch_first(epoch, drawn, start))
 
@@ -369,7 +554,11 @@ class DataOrder:
         before, held = _read_globals(), _read_samplers(samplers)
         found = list(islice(drawn, 1))
         at_next = {"globals": _changed(before, _read_globals()), "samplers": held}
-        epoch.start = {"iter": start, "next": at_next if held != start["samplers"] else {**at_next, "samplers": None}}
+        epoch.start = {
+            "iter": start,
+            "next": at_next if held != start["samplers"] else {**at_next, "samplers": None},
+            "lazy": self._is_lazy,
+        }
         yield from found
         yield from drawn
 
@@ -384,27 +573,53 @@ class DataOrder:
 
     def _begin_again(self, epoch: _Epoch, inner: Any) -> Iterator[Any]:
         """Yield the rest of an epoch, from samplers that begin it again and whose first samples are left out."""
-        start, seen, source = epoch.start, epoch.count(), self._source
+        start, seen, source, shard = epoch.start, epoch.count(), self._source, self._shard
         if start is None:  # no sampler had begun
             self._resumed()
-            yield from inner
+            yield from self._begin(inner)
             return
-        with _globals_kept():
-            if source is inner:
-                self._set(epoch, start["iter"], start)
-                drawn = iter(source)
+        size = self._batch_size
+        with _globals_kept(), _without_new_generators(self.samplers, start["iter"]["samplers"]):
+            self._set(epoch, start["iter"], start)
+            if start["lazy"]:
                 self._set(epoch, start["next"], start)
-            else:  # a batch sampler of torch begins the sampler below it with its first batch
+            drawn = self._begin(source)
+            if not start["lazy"]:
                 self._set(epoch, start["next"], start)
-                drawn = self._divide(source, epoch.divided) if epoch.divided.samples else iter(source)
-            rest = self._leave_out(drawn, seen.samples if self._by_sample else epoch.batches, seen)
+            drawn = chain(list(islice(drawn, 1)), drawn)  # most samplers draw their random numbers now
+            if epoch.divided.samples:
+                drawn = self._divide(epoch, drawn)
+            if shard is None:
+                count = seen.samples if self._by_sample else epoch.batches * epoch.each
+                rest = self._leave_out(epoch, drawn, count, seen, ids_of=_as_id if self._by_sample else _as_ids)
+            else:
+                if size != epoch.batch_size:
+                    self._divide_again(epoch, drawn, seen)
+                rest = share(shard, drawn, size, self._kind)
+                self._leave_out(epoch, rest, epoch.batches, epoch.count())
+        epoch.batch_size = size
         self._resumed()
-        if source is inner:
+        if shard is not None or source is inner:
             yield from rest
             return
         while batch := list(islice(rest, inner.batch_size)):
             if len(batch) == inner.batch_size or not inner.drop_last:
                 yield batch
+
+    @property
+    def _is_lazy(self) -> bool:
+        """True if the sampler begins with the first batch, and not when the batch sampler that reads it does."""
+        return self._shard is not None or (self._kind is BatchSampler and self._source is not self._inner)
+
+    def _divide_again(self, epoch: _Epoch, drawn: Iterator[Any], seen: Sum) -> None:
+        """Leave out what all ranks have seen of an epoch in batches of another size."""
+        shard, size = self._shard, epoch.batch_size
+        if epoch.batches and size is not None:
+            prefix = list(islice(drawn, epoch.batches * size * (1 if shard.split_batches else shard.num_processes)))
+            self._leave_out(epoch, share(shard, iter(prefix), size, self._kind), epoch.batches, seen)
+            own = count_own(len(prefix), size, shard)
+            epoch.divide(hash_ids(prefix), hash_last(epoch.last, seen.samples - own))
+        epoch.own = self._count_own(epoch.divided.samples)
 
     def _set(self, epoch: _Epoch, part: State, start: State) -> None:
         """Let the samplers hold what they held at one of the two moments at which an epoch begins."""
@@ -412,8 +627,17 @@ class DataOrder:
         _write_samplers(self.samplers, saved, everywhere=epoch.moved)
         _write_globals(part["globals"])
 
-    def _leave_out(self, drawn: Iterator[Any], count: int, seen: Sum) -> Iterator[Any]:
-        """Draw what was seen, and expect it to be the same. Return the rest."""
+    def _leave_out(
+        self,
+        epoch: _Epoch,
+        drawn: Iterator[Any],
+        count: int,
+        seen: Sum,
+        *,
+        ids_of: Callable[[Any], list[Any]] | None = None,
+        ended: bool = False,
+    ) -> Iterator[Any]:
+        """Draw what was seen, and expect it to be the same. Return the rest. With `ended`, less may be there."""
         first = list(islice(drawn, min(count, 1)))
         held = _read_globals()
         skipped = [*first, *islice(drawn, max(count - 1, 0))]
@@ -422,19 +646,31 @@ class DataOrder:
                 f"{self._name}: draws from the global random numbers all through an epoch, so its order depends on "
                 "what else draws from them; give it a generator of its own"
             )
-        found = hash_ids(skipped) if self._by_sample else hash_ids([one for each in skipped for one in _as_ids(each)])
-        if len(skipped) != count or found != seen:
+        of = ids_of or _as_ids
+        found = hash_ids(skipped) if of is _as_id else hash_ids([one for each in skipped for one in of(each)])
+        if ended and len(skipped) < count:
+            epoch.repeated = seen - found if epoch.before.samples else _NOTHING
+        elif len(skipped) != count or found != seen:
             raise SnapshotError(
                 f"{self._name}: began the epoch again with {found.samples:,} samples that are not the {seen.samples:,} "
                 "which were seen before; its order must follow from its own generators and counters, and from the "
                 "global random numbers when the epoch begins"
             )
+        if skipped and not ended:
+            epoch.last = pack_ids(_as_ids(skipped[-1]))
         return drawn
 
-    def _divide(self, sampler: Any, divided: Sum) -> Iterator[Any]:
-        """Return the part of this replica in what is left of an epoch that other replicas began."""
+    def _divide(self, epoch: _Epoch, drawn: Iterator[Any]) -> Iterator[Any]:
+        """Return what is left of an epoch that other replicas began: for this replica, or for accelerate to share."""
+        sampler, divided = self._source, epoch.divided
+        if not isinstance(sampler, DistributedSampler) or self._prepared:
+            if self._by_sample:
+                return self._leave_out(epoch, drawn, divided.samples, divided, ids_of=_as_id, ended=True)
+            return self._leave_out(epoch, drawn, epoch.units, divided, ended=True)
         order = _order_of_all(sampler)
-        if divided.samples <= len(order) and hash_ids(order[: divided.samples]) != divided:
+        if divided.samples > len(order):
+            epoch.repeated = divided - hash_ids(order) if epoch.before.samples else _NOTHING
+        elif hash_ids(order[: divided.samples]) != divided:
             raise SnapshotError(
                 f"{self._name}: began the epoch again with other samples than before, so what is left is not known"
             )
@@ -446,6 +682,23 @@ class DataOrder:
             rest += (order * -(-lacking // len(order)))[:lacking]  # evened out as torch does at the end of an epoch
         return iter(rest[sampler.rank :: replicas])
 
+    def _count_own(self, divided: int) -> int | None:
+        """Return how many samples this replica reads of its own after those that were divided before."""
+        if self._shard is not None and self._by_sample:
+            length, size = _length_of(self._source), self._batch_size
+            if length is None or size is None or not self._shard.even_batches:
+                return None
+            return count_own(max(length - divided, 0), size, self._shard)
+        sampler = self.sampler
+        if sampler is not None and is_strided(sampler) and not sampler.drop_last:
+            return len(range(sampler.rank, max(len(sampler.dataset) - divided, 0), sampler.num_replicas))  # type: ignore[arg-type]
+        return None
+
+    @property
+    def _batch_size(self) -> int | None:
+        """Samples of a batch of all ranks that accelerate serves."""
+        return self._shard.batch_sampler.batch_size if self._shard is not None and self._by_sample else None
+
     def _resumed(self) -> None:
         """Forget the state that was restored: the samplers have begun again."""
         self._epoch.resumes = False
@@ -453,8 +706,8 @@ class DataOrder:
 
     @property
     def samplers(self) -> list[Any]:
-        """The samplers of the loader, from that which it reads on."""
-        return walk_samplers(self._inner)
+        """The samplers of the loader, from that which it reads on. A share of accelerate is none of them."""
+        return walk_samplers(self._inner if self._shard is None else self._shard.batch_sampler)
 
     @property
     def _name(self) -> str:
@@ -462,26 +715,23 @@ class DataOrder:
         return "/".join(type(each).__name__ for each in self.samplers)
 
     @property
-    def _by_sample(self) -> bool:
-        """True if samples can be left out one by one: the batches are those of torch, or there are none."""
-        return type(self._inner) is BatchSampler or self._inner is self.loader.sampler
-
-    @property
-    def _source(self) -> Any:
-        """The sampler that gives samples one by one, or the batch sampler of another library."""
-        return self._inner.sampler if type(self._inner) is BatchSampler else self._inner
-
-    @property
     def sampler(self) -> DistributedSampler[Any] | None:
         """The sampler that divides the samples between replicas."""
+        if self._prepared:
+            return None
         return next((each for each in self.samplers if isinstance(each, DistributedSampler)), None)
 
     # The state
 
     @property
     def epochs(self) -> list[Sum]:
-        """The samples of each epoch that has begun."""
+        """The samples of each epoch that has begun, but those that evened out its last batches."""
         return [*self._past, self._epoch.total]
+
+    @property
+    def evened(self) -> list[Sum]:
+        """The samples of each epoch that were seen once more, since its last batches were evened out."""
+        return [*(self._evened.get(number, _NOTHING) for number in range(len(self._past))), self._epoch.evened]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the epoch."""
@@ -489,7 +739,7 @@ class DataOrder:
             return dict(self._waiting)
         epoch = self._epoch
         between = epoch.finished or (epoch.start is None and not epoch.batches)
-        past = [*self._past, epoch.total] if epoch.finished else self._past
+        past, evened = self._with_last(epoch) if epoch.finished else (self._past, self._evened)
         return {
             "shape": self._shape(),
             "epoch": epoch.number + epoch.finished,
@@ -499,6 +749,11 @@ class DataOrder:
             "before": (_NOTHING if between else epoch.before).encode(),
             "divided": (_NOTHING if between else epoch.divided).encode(),
             "past": b"".join(each.encode() for each in past),
+            "evened": {str(number): each.encode() for number, each in evened.items()},
+            "units": 0 if between else epoch.units,
+            "round": self._round,
+            "batch_size": epoch.batch_size,
+            "iteration": self._outer().iteration if self._prepared else None,
             "start": None if between else epoch.start,
             "now": _read_samplers(self.samplers) if between else None,
             "moved": epoch.moved and not between,
@@ -514,6 +769,8 @@ class DataOrder:
         }
         if self._streams:
             shape |= {"batch size": loader.batch_size, "workers": loader.num_workers}
+        if self._prepared:
+            shape["prepared"] = "and dispatched" if self._dispatched else "by accelerate"
         if sampler is not None:
             shape |= {"shuffle": bool(sampler.shuffle), "seed": sampler.seed}
         return shape
@@ -521,7 +778,10 @@ class DataOrder:
     def expect_same(self, state: State) -> None:
         """Raise unless a state fits this loader."""
         now, saved = self._shape(), state["shape"]
-        changed = [f"{name} was {saved.get(name)}, now {now.get(name)}" for name in now if now[name] != saved.get(name)]
+        names = [*now, *(name for name in saved if name not in now)]
+        changed = [
+            f"{each} was {saved.get(each)}, now {now.get(each)}" for each in names if now.get(each) != saved.get(each)
+        ]
         if changed:
             raise ValueError(
                 f"the loader has another order than the one that was saved: {'; '.join(changed)}; restore with what "
@@ -533,7 +793,10 @@ class DataOrder:
         self.expect_same(state)
         past = state["past"]
         self._past = [Sum.decode(past[at : at + RECORD]) for at in range(0, len(past), RECORD)]
-        self._epoch = _Epoch(state["epoch"])
+        self._evened = {int(number): Sum.decode(each) for number, each in state["evened"].items()}
+        self._epoch = self._make_epoch(state["epoch"])
+        if self._prepared:
+            self._outer().iteration = state["iteration"]
         self._waiting = None if state["between"] else dict(state)
         if state["now"] is not None:
             _write_samplers(self.samplers, state["now"], everywhere=state["moved"])
@@ -555,10 +818,25 @@ class DataOrder:
             raise ValueError("the replicas must have had the same number of epochs")
         merged = [_add(past[number::numbers]) for number in range(numbers)] if numbers else []
         mine = replica == 0  # what all have seen is counted once
-        made = {**first, "moved": True, "past": b"".join((each if mine else _NOTHING).encode() for each in merged)}
+        evened = {
+            number: _add(Sum.decode(each["evened"][number]) for each in states if number in each["evened"])
+            for number in sorted({number for each in states for number in each["evened"]})
+        }
+        made = {
+            **first,
+            "moved": True,
+            "past": b"".join((each if mine else _NOTHING).encode() for each in merged),
+            "evened": {number: each.encode() for number, each in evened.items()} if mine else {},
+        }
         if first["between"]:
             return made
-        if not (isinstance(self._source, DistributedSampler) and is_strided(self._source)):
+        if self._dispatched:
+            raise ValueError(
+                f"the batches of {len(states)} ranks that accelerate dispatches cannot go on with {replicas}; restore "
+                "with as many ranks, or prepare the loader with dispatch_batches=False"
+            )
+        shared = self._prepared or (isinstance(self._source, DistributedSampler) and is_strided(self._source))
+        if self._streams or not shared:
             raise ValueError(
                 f"{self._name}: each of {len(states)} replicas has an order of its own, which {replicas} cannot go on "
                 "with; use a map-style dataset with a DistributedSampler, or restore with as many replicas, or exclude "
@@ -571,7 +849,12 @@ class DataOrder:
         before = _add(Sum.decode(each["before"]) for each in states)
         made["divided"] = (Sum.decode(first["divided"]) + seen).encode()
         made["before"] = (before + seen if mine else _NOTHING).encode()
-        return {**made, "seen": _NOTHING.encode(), "batches": 0}
+        units = first["units"] + first["batches"] * first["round"]
+        return {**made, "seen": _NOTHING.encode(), "batches": 0, "units": units}
+
+
+def _as_id(item: Any) -> list[Any]:
+    return [item]
 
 
 def _as_ids(item: Any) -> list[Any]:

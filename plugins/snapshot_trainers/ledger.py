@@ -41,6 +41,12 @@ class Sum(NamedTuple):
             return NotImplemented
         return Sum(self.samples + other.samples, (self.total + other.total) % _MODULUS)
 
+    def __sub__(self, other: object) -> Sum:
+        """Return the sum without a part of it."""
+        if not isinstance(other, Sum):
+            return NotImplemented
+        return Sum(self.samples - other.samples, (self.total - other.total) % _MODULUS)
+
     def encode(self) -> bytes:
         """Return the sum as `RECORD` bytes."""
         return _RECORD.pack(self.samples, self.total.to_bytes(16, "little"))
@@ -61,6 +67,14 @@ def pack_ids(ids: Sequence[Any]) -> bytes | Sum:
         return struct.pack(f"{len(ids)}q", *ids)
     except struct.error:
         return _hash_any(ids)
+
+
+def hash_last(packed: bytes | Sum, count: int) -> Sum:
+    """Return the sum of the last ids of a batch, as `pack_ids` returns it; of none if they cannot be told apart."""
+    if count <= 0 or type(packed) is Sum or len(packed) < 8 * count:
+        return Sum()
+    last = packed[-8 * count :]  # type: ignore[index]
+    return Sum(count, _hash_numbers(np.frombuffer(last, dtype=np.uint64)))
 
 
 def hash_ids(ids: Iterable[Any]) -> Sum:

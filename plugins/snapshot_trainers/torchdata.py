@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from snapshot_trainers.data_order import DataOrder, is_strided, order_of
+from snapshot_trainers.prepared import is_prepared
 
 VERSION, ORDER = 1, 2
 """Versions of the states of torchdata's loaders, and of torch's."""
@@ -77,10 +78,11 @@ class LoaderState:
             raise ValueError(f"replica must be from 0 to {replicas - 1}, got {replica}")
         if remainder not in REMAINDERS:
             raise ValueError(f"remainder must be one of {', '.join(map(repr, REMAINDERS))}, got {remainder!r}")
-        if not hasattr(loader, "state_dict") and not isinstance(loader, DataLoader):
+        plain = is_prepared(loader) or not hasattr(loader, "state_dict")
+        if plain and not isinstance(loader, DataLoader):
             raise TypeError(f"loader must be a DataLoader or a StatefulDataLoader, got {type(loader).__name__}")
         self.loader = loader
-        self._order: DataOrder | None = None if hasattr(loader, "state_dict") else order_of(loader)
+        self._order: DataOrder | None = order_of(loader) if plain else None
         self._given = None
         self._remainder = remainder
         sampler = self._sampler()
@@ -177,6 +179,8 @@ class LoaderState:
         """Return the number of this replica, and the number of all."""
         if self._given is not None:
             return self._given
+        if self._order is not None and self._order.place is not None:
+            return self._order.place
         sampler = self._sampler()
         if sampler is not None:
             return sampler.rank, sampler.num_replicas

@@ -182,7 +182,9 @@ def check_replicas(number, workers=0):
         if any(state["order"]["epoch"] for state in states):
             break
     counted = sum((order._order.epochs[0] for order in orders), Sum())
-    assert counted == sum((hash_ids([each]) for each in seen.elements()), Sum()), told
+    evened = sum((order._order.evened[0] for order in orders), Sum())
+    assert counted == hash_ids(sorted(seen)), told
+    assert evened == hash_ids(sorted((seen - Counter(set(seen))).elements())), told
     assert seen.keys() <= set(range(length)), told
     twice = sum(count - 1 for count in seen.values())
     lost = length - len(seen)
