@@ -250,7 +250,7 @@ class _Epoch:
     def evened(self) -> Sum:
         """The samples that this replica saw once more, since the last batches of an epoch are evened out."""
         seen = self.count()
-        more = seen.samples - self.own if self.finished and self.own is not None else 0
+        more = seen.samples - self.own if self.own is not None else 0
         return self.repeated + hash_last(self.last, more)
 
     def divide(self, seen: Sum, repeated: Sum) -> None:
@@ -391,7 +391,7 @@ class DataOrder:
         if self._prepared and skips(loader, inner):
             raise ValueError("the loader must be the prepared one itself, got one that skip_first_batches made of it")
         # The loader holds this: with its workers, it must go when it is released.
-        self._outer, self._loader = weakref.ref(loader), weakref.ref(within)
+        self._prepared_one, self._loader = weakref.ref(loader), weakref.ref(within)
         self._inner, self._kind = inner, type(inner)
         self._shard: Any = inner if is_shard(inner) else None
         self._streams = isinstance(within.dataset, IterableDataset)
@@ -428,6 +428,11 @@ class DataOrder:
         return self._loader()
 
     @property
+    def _outer(self) -> Any:
+        """The loader that the application loops over: of accelerate, or that of torch."""
+        return self._prepared_one()
+
+    @property
     def _silent(self) -> bool:
         """True on a rank that gets all batches from another one."""
         return self._dispatched and self.place is not None and self.place[0] != 0
@@ -462,7 +467,7 @@ class DataOrder:
 
     def _go_on(self, drawn: Iterator[Any]) -> Iterator[Any]:
         """Yield the rest of an epoch from a prepared loader, which begins with the first batch."""
-        outer = self._outer()
+        outer = self._outer
         number, kinds = outer.iteration, getattr(outer, "rng_types", None)
         self._globals = _read_globals()
         if kinds is not None:  # it would set the generators of all ranks to those of one, as when an epoch begins
@@ -485,7 +490,7 @@ class DataOrder:
         first = [] if self._silent else list(islice(inner, 1))
         self._resumed()
         _write_globals(self._globals)
-        outer = self._outer()
+        outer = self._outer
         if epoch.divided.samples and outer.remainder >= 0:
             outer.remainder = (len(self.loader.dataset) - epoch.divided.samples) % outer.total_batch_size
         return chain(first, inner)
@@ -724,6 +729,43 @@ class DataOrder:
     # The state
 
     @property
+    def batches(self) -> int:
+        """The batches that the loop got in this epoch, since the ranks divided it."""
+        return self._epoch.batches if self._waiting is None else int(self._waiting["batches"])
+
+    def count_left(self) -> int | None:
+        """Return how many batches a prepared loader has in the epoch that comes next; None if that is not known."""
+        waiting, outer, shard, size = self._waiting, self._outer, self._shard, self._batch_size
+        if self._streams:
+            return None
+        if waiting is None:
+            return len(outer)
+        divided, batches = Sum.decode(waiting["divided"]).samples, waiting["batches"]
+        whole_batches = shard is not None or self._dispatched or not self._by_sample
+        if not divided and waiting["batch_size"] == size and whole_batches:
+            return len(outer) - int(batches)
+        if not self._by_sample:
+            return self._count_rounds(len(self._source) - waiting["units"], 1) - int(batches)
+        length = len(self._source)
+        if shard is None:
+            divided += Sum.decode(waiting["seen"]).samples
+            batches = 0
+        elif batches and waiting["batch_size"] != size:
+            divided += batches * waiting["batch_size"] * waiting["round"]
+            batches = 0
+        return self._count_rounds(length - divided, self._inner.batch_size) - int(batches)
+
+    def _count_rounds(self, left: int, size: int) -> int:
+        """Return how many batches this rank gets of what is left, in samples or in batches (`size` is 1)."""
+        whole, left = size * self._round, max(left, 0)
+        if self._inner.drop_last:
+            return left // whole
+        if self._shard is not None and not self._shard.even_batches:
+            own = whole // self._shard.num_processes
+            return left // whole + int(left % whole > self._shard.process_index * own)
+        return -(-left // whole)
+
+    @property
     def epochs(self) -> list[Sum]:
         """The samples of each epoch that has begun, but those that evened out its last batches."""
         return [*self._past, self._epoch.total]
@@ -753,7 +795,7 @@ class DataOrder:
             "units": 0 if between else epoch.units,
             "round": self._round,
             "batch_size": epoch.batch_size,
-            "iteration": self._outer().iteration if self._prepared else None,
+            "iteration": self._outer.iteration if self._prepared else None,
             "start": None if between else epoch.start,
             "now": _read_samplers(self.samplers) if between else None,
             "moved": epoch.moved and not between,
@@ -796,7 +838,7 @@ class DataOrder:
         self._evened = {int(number): Sum.decode(each) for number, each in state["evened"].items()}
         self._epoch = self._make_epoch(state["epoch"])
         if self._prepared:
-            self._outer().iteration = state["iteration"]
+            self._outer.iteration = state["iteration"]
         self._waiting = None if state["between"] else dict(state)
         if state["now"] is not None:
             _write_samplers(self.samplers, state["now"], everywhere=state["moved"])

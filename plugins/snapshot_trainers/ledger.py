@@ -71,9 +71,9 @@ def pack_ids(ids: Sequence[Any]) -> bytes | Sum:
 
 def hash_last(packed: bytes | Sum, count: int) -> Sum:
     """Return the sum of the last ids of a batch, as `pack_ids` returns it; of none if they cannot be told apart."""
-    if count <= 0 or type(packed) is Sum or len(packed) < 8 * count:
+    if count <= 0 or isinstance(packed, Sum) or len(packed) < 8 * count:
         return Sum()
-    last = packed[-8 * count :]  # type: ignore[index]
+    last = packed[-8 * count :]
     return Sum(count, _hash_numbers(np.frombuffer(last, dtype=np.uint64)))
 
 

@@ -102,4 +102,4 @@ def count_own(samples: int, batch_size: int, shard: Any) -> int:
     whole = batch_size if shard.split_batches else batch_size * parts
     own = whole // parts
     full, left = divmod(samples, whole)
-    return full * own + min(max(left - shard.process_index * own, 0), own)
+    return int(full * own + min(max(left - shard.process_index * own, 0), own))

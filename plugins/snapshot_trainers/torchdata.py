@@ -94,6 +94,13 @@ class LoaderState:
                 )
             self._given = replica, replicas
 
+    @property
+    def order(self) -> DataOrder:
+        """The order of a `DataLoader` of torch. A `StatefulDataLoader` has a state of its own."""
+        if self._order is None:
+            raise AttributeError(f"{type(self.loader).__name__} has a state of its own, and no order here")
+        return self._order
+
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state, with what it depends on."""
         if self._order is not None:

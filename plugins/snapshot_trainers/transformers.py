@@ -42,6 +42,7 @@ from snapshot_trainers.trainer_folders import (
     sync_files,
     unmark_weights,
 )
+from snapshot_trainers.trainer_order import TrainerOrder
 
 _HOOKS = {
     "_save_checkpoint": 2,
@@ -58,15 +59,17 @@ _HOOKS = {
 _PARALLEL = ("NOT_PARALLEL", "NOT_DISTRIBUTED", "DISTRIBUTED")
 
 
-class SnapshotTrainerMixin:
+class SnapshotTrainerMixin(TrainerOrder):
     """Saves and loads the training state of a Trainer: `class MyTrainer(SnapshotTrainerMixin, Trainer)`.
 
     Everything else is unchanged: `save_steps`, `save_total_limit`, `train(resume_from_checkpoint=True)`.
 
     The mixin supports one process, `DistributedDataParallel`, and FSDP2. State that is equal on all ranks is written
     once, by all of them together, and each rank stores its own random numbers. A run with FSDP2 can resume on another
-    number of ranks. FSDP1, DeepSpeed and TPUs have their own checkpoint formats, and are refused. Checkpoints that the
-    Trainer wrote without the mixin are read by the Trainer.
+    number of ranks. An epoch goes on after the samples that were seen, on any number of ranks and with any batch size;
+    how many steps are left, and so the end of the scheduler, follows from that. FSDP1, DeepSpeed and TPUs have their
+    own checkpoint formats, and are refused. Checkpoints that the Trainer wrote without the mixin are read by the
+    Trainer.
     """
 
     snapshot_options: ClassVar[TakeOptions] = TakeOptions()
@@ -86,7 +89,6 @@ class SnapshotTrainerMixin:
     optimizer: Any
     lr_scheduler: Any
     accelerator: Any
-    args: Any
     model: Any
     state: Any
     _get_output_dir: Any
@@ -108,7 +110,7 @@ class SnapshotTrainerMixin:
 
         `True` resumes from the last one that is complete and undamaged. A damaged one that is named is an error.
         """
-        self._verified = None
+        self._verified = self._resumes_from = None
         if resume_from_checkpoint:
             find = partial(find_last, weights=self.snapshot_verify_weights, damaged=self._damaged)
             looks = resume_from_checkpoint is True
@@ -118,6 +120,7 @@ class SnapshotTrainerMixin:
                 # one rank looks: another one may see an older listing
                 found = exchange.agree(True, lambda _: (looks and find(self.args.output_dir)) or "", bool, str)
             self._verified = found or None
+            self._resumes_from = found or (None if looks else str(resume_from_checkpoint))
             resume_from_checkpoint = (found or True) if looks else present_name(str(resume_from_checkpoint))
         try:
             result = super().train(resume_from_checkpoint, *args, **options)  # type: ignore[misc]
@@ -206,7 +209,7 @@ class SnapshotTrainerMixin:
         take = Snapshot.async_take if self._asynchronous else Snapshot.take
         saved = take(
             os.path.join(output_dir, FOLDER),
-            {**state, "rng": RNGState()},
+            {**state, "rng": RNGState(), **({"loader": self._loader} if self._loader is not None else {})},
             replicated=[*state] if self.args.world_size > 1 and self.snapshot_options.replicated is None else None,
             overwrite=True,
             metadata=metadata,
@@ -287,11 +290,12 @@ class SnapshotTrainerMixin:
             super()._load_scaler(checkpoint)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
+        if checkpoint is None or self._has_random_numbers:
+            self._has_random_numbers = False
             return
         snapshot = snapshot_in(checkpoint)
         if snapshot is None:
-            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+            super()._load_rng_state(checkpoint)
         elif (saved := snapshot.metadata.world_size) == self.args.world_size:
             snapshot.restore({"rng": RNGState()}, unused="ignore")
         else:

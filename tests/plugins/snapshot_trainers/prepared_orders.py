@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import DataLoader
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
