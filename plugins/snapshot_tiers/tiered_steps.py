@@ -32,7 +32,7 @@ from snapshot.io.loop import can_start_threads, run
 from snapshot.io.session import Seal
 from snapshot.io.storage import FileStat
 from snapshot.io.url import URL
-from snapshot.manager.policies import Policy, RetentionPlan, Taken, checked_policy, plan_retention
+from snapshot.manager.policies import Policy, RetentionPlan, Taken, checked_policy, choose_kept, plan_retention
 from snapshot.manager.restore_latest import Candidates
 from snapshot.manager.retention import IN_USE, PINNED, Cleaner, find_needed
 from snapshot.manager.root import Root, StepFolders, taken_of, why_suspect
@@ -528,7 +528,8 @@ class NearCleaner(Cleaner):
             return find_needed(heads, heads.keys() - leaving, leaving)
 
         taken += map(Taken, damaged)
-        return plan_retention(self._policy, taken, time.time(), others=heads, held=held, find_needed=needed)
+        chosen = choose_kept(self._policy, taken, time.time())
+        return plan_retention(chosen, {*heads, *damaged}, held=held, find_needed=needed)
 
     def make_room(self) -> bool:
         """Give up the upload of the oldest step that waits for one, if the policy then lets the step go."""

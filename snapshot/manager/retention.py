@@ -27,6 +27,8 @@ from snapshot.runs.timeline import Standing, origin_of
 from snapshot.save import transaction
 
 Inspect = Callable[[Mapping[int, FileStat], Mapping[int, ManifestHead | SnapshotError]], None]
+CLEANER = "snapshot-cleaner"
+"""Name of the thread that removes old steps, in which the policy runs."""
 PINNED, BUSY, IN_USE = "pinned", "a take may be running there", "in use"
 NOT_OURS = "not a snapshot of this library"
 UNREADABLE = "its manifest cannot be read"
@@ -80,14 +82,15 @@ class Survey:
     """Called with all committed steps and their manifests. It may raise, and then nothing is decided."""
 
 
-async def survey_steps(root: Root, survey: Survey) -> list[Fate]:
+def survey_steps(root: Root, survey: Survey) -> list[Fate]:
     """Decide about each step, and return the decisions in ascending order. Nothing is changed.
 
     Raises:
         UnknownMetric: The policy uses a metric that no snapshot has.
+        SnapshotError: The policy raised.
     """
     upto, thorough = survey.upto, survey.thorough
-    folders = await (root.folders() if survey.among is None else root.examine(sorted(survey.among)))
+    folders = run(root.folders() if survey.among is None else root.examine(sorted(survey.among)))
     if upto is not None:
         if upto not in folders.committed:
             return []
@@ -96,23 +99,23 @@ async def survey_steps(root: Root, survey: Survey) -> list[Fate]:
         folders.later = {step: stat for step, stat in folders.committed.items() if step > upto}
         folders.committed = {step: stat for step, stat in folders.committed.items() if step <= upto}
         folders.others = [step for step in folders.others if step < upto]
-    every = await root.heads({**folders.committed, **folders.later})
+    every = run(root.heads({**folders.committed, **folders.later}))
     if survey.inspect is not None:
         survey.inspect({**folders.committed, **folders.later}, every)
-    fates = await _of_snapshots(root, survey, folders, every)
+    fates = _of_snapshots(root, survey, folders, every)
     if not thorough and not folders.committed:
         return fates
     looked = list(folders.others)
     if thorough:
         looked += [fate.step for fate in fates if fate.what in ("snapshot", "damaged") and not fate.goes]
     age, others = survey.older_than, folders.others
-    found = await gather_limited(
-        looked, lambda step: _find_leftovers(root, step, age, alone=step in others, thorough=thorough)
+    found = run(
+        gather_limited(looked, lambda step: _find_leftovers(root, step, age, alone=step in others, thorough=thorough))
     )
     return sorted([*fates, *(fate for fate in found if fate)], key=lambda fate: (fate.step, fate.what != "snapshot"))
 
 
-async def _of_snapshots(
+def _of_snapshots(
     root: Root, survey: Survey, folders: StepFolders, every: Mapping[int, ManifestHead | SnapshotError]
 ) -> list[Fate]:
     """Decide about snapshots. Only those of this library count for a policy or may be removed, if undamaged."""
@@ -120,7 +123,7 @@ async def _of_snapshots(
     stats = folders.committed
     heads = {step: head for step, head in every.items() if step in stats}
     taken: dict[int, Taken] = {}
-    standings = await _standings(root, heads)
+    standings = run(_standings(root, heads))
     left = [step for step, standing in standings.items() if standing == Standing.OFF and step != upto]
     fates = [Fate(step, "other", goes=False, why=str(error)) for step, error in folders.unreadable.items()]
     fates += [
@@ -145,10 +148,11 @@ async def _of_snapshots(
 
     now = time.time()
     # A damaged snapshot must not take the place of a good one. So those that the policy would keep are examined, and it
-    # chooses again without the damaged ones. All others go anyway, and their files are not looked at.
+    # chooses again without the damaged ones. All others go anyway, and their files are not looked at. It runs in this
+    # thread and not on the loop, because it may read snapshots.
     while True:
         kept = choose_kept(policy, list(good.values()), now)
-        found = {step: why for step, why in zip(kept, await gather_limited(kept, fault), strict=True) if why}
+        found = {step: why for step, why in zip(kept, run(gather_limited(kept, fault)), strict=True) if why}
         if not found:
             break
         broken |= found
@@ -158,7 +162,7 @@ async def _of_snapshots(
     going = [step for step in going if policy is not None or step not in left]
     if policy is not None and (going or thorough):
         expect_metrics(root, policy, taken.values())
-    stays = await gather_limited(going, lambda step: _why_it_stays(root, step, survey.older_than, survey.spared))
+    stays = run(gather_limited(going, lambda step: _why_it_stays(root, step, survey.older_than, survey.spared)))
     held = dict(zip(going, stays, strict=True))
     read_heads = {step: head for step, head in every.items() if isinstance(head, ManifestHead)}
 
@@ -166,7 +170,7 @@ async def _of_snapshots(
         leaving = [step for step in removed if step in read_heads]
         return find_needed(read_heads, read_heads.keys() - {*leaving, *broken, *damaged}, leaving)
 
-    plan = plan_retention(policy, good.values(), now, others=going, held=held, find_needed=needed)
+    plan = plan_retention(kept, {*good, *going}, held=held, find_needed=needed)
     for step, each in taken.items():
         head = heads[step]
         read = each if isinstance(head, ManifestHead) else None
@@ -281,7 +285,7 @@ async def remove_steps(
     return Removed(gone, failed)
 
 
-async def remove_unkept(
+def remove_unkept(
     root: Root,
     policy: Policy | None,
     among: Collection[int],
@@ -295,9 +299,9 @@ async def remove_unkept(
     takes and removals of all other steps. A failure is logged, since the steps only cost space.
     """
     try:
-        others = await _list_uncommitted(root) if leftovers else []
-        fates = await survey_steps(root, Survey(policy=policy, among={*among, *others}, damaged=ignored))
-        done = await remove_steps(root, fates)
+        others = run(_list_uncommitted(root)) if leftovers else []
+        fates = survey_steps(root, Survey(policy=policy, among={*among, *others}, damaged=ignored))
+        done = run(remove_steps(root, fates))
     except SnapshotError as error:
         log.warning("%s: failed to remove old snapshots: %s", root.url, error)
         return set(among)
@@ -459,7 +463,7 @@ class Cleaner:
         """Request removals. The caller has the lock."""
         self._wanted = upto if self._wanted is None else max(upto, self._wanted)
         if self._thread is None and not is_exiting():
-            self._thread = threading.Thread(target=self._work, name="snapshot-cleaner", daemon=True)
+            self._thread = threading.Thread(target=self._work, name=CLEANER, daemon=True)
             try:
                 self._thread.start()
             except RuntimeError:  # the interpreter is exiting: `close` does the work
@@ -496,18 +500,10 @@ class Cleaner:
 
     def _clean(self, upto: int) -> None:
         try:
-            fates = run(
-                survey_steps(
-                    self._root,
-                    Survey(
-                        policy=self._policy,
-                        upto=upto,
-                        damaged=self._damaged(),
-                        spared=self._is_spared,
-                        inspect=self._inspect,
-                    ),
-                )
+            survey = Survey(
+                policy=self._policy, upto=upto, damaged=self._damaged(), spared=self._is_spared, inspect=self._inspect
             )
+            fates = survey_steps(self._root, survey)
         except OtherWriterError as other:
             self._say("writer", f"{self._root.url}: {other}")
             return

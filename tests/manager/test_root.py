@@ -134,7 +134,7 @@ def test_root_passes_over_a_step_that_cannot_be_read(root, tmp_path, monkeypatch
     heads = run(root.heads(stats))
     assert isinstance(heads[1], ManifestHead)
     assert isinstance(heads[2], StorageError)
-    fates = run(survey_steps(root, Survey(policy=KeepLatest(1))))
+    fates = survey_steps(root, Survey(policy=KeepLatest(1)))
     assert [(fate.step, fate.what, fate.goes) for fate in fates] == [(1, "snapshot", False), (2, "other", False)]
 
 
@@ -273,7 +273,7 @@ def test_root_line_and_counts_follow_the_facts(root, tmp_path):
     assert run(root.line()).cuts.keys() == {first.name, later.name}
     (tmp_path / "step-2" / METADATA).write_bytes(b"damaged")
     assert run(root.on_line(committed(root))) == [1, 2, 3, 4]  # a restore reports it
-    fates = run(survey_steps(root, Survey()))
+    fates = survey_steps(root, Survey())
     assert not [fate for fate in fates if fate.goes]
 
 
@@ -309,18 +309,18 @@ def test_remove_unkept_returns_the_steps_that_are_left(root, tmp_path):
     old = tmp_path / "step-0/data/0123456789ab-0-0.safetensors"
     old.write_bytes(b"x")
     os.utime(old, (0, 0))
-    assert run(remove_unkept(root, KeepLatest(1), [1, 2])) == {2}
+    assert remove_unkept(root, KeepLatest(1), [1, 2]) == {2}
     assert list(committed(root)) == [2, 3, 4]
     assert old.exists()
     run(root.pin(2))
-    assert run(remove_unkept(root, KeepLatest(1), [2, 3, 4], leftovers=True)) == {2, 4}
+    assert remove_unkept(root, KeepLatest(1), [2, 3, 4], leftovers=True) == {2, 4}
     assert not old.exists()
-    assert run(remove_unkept(root, None, [2, 4])) == {2, 4}
+    assert remove_unkept(root, None, [2, 4]) == {2, 4}
 
 
 def test_remove_steps_logs_failures_and_removes_the_others(root, tmp_path, monkeypatch):
     take(tmp_path, 1, 2, 3)
-    fates = run(survey_steps(root, Survey(policy=KeepLatest(1))))
+    fates = survey_steps(root, Survey(policy=KeepLatest(1)))
     assert [(fate.step, fate.goes) for fate in fates if fate.goes] == [(1, True), (2, True)]
     delete = FileStorage.delete
 
