@@ -26,6 +26,8 @@ from snapshot.runs.facts import bury
 from snapshot.runs.timeline import Standing, origin_of
 from snapshot.save import transaction
 
+Spared = Callable[[int, str], bool]
+"""Returns True for a step, with its save id, that must stay, with what it relies on."""
 Inspect = Callable[[Mapping[int, FileStat], Mapping[int, ManifestHead | SnapshotError]], None]
 CLEANER = "snapshot-cleaner"
 """Name of the thread that removes old steps, in which the policy runs."""
@@ -58,6 +60,8 @@ class Fate:
     """Number of files, for leftovers."""
     token: str = ""
     """Version token of the manifest that was read. A different token means another snapshot."""
+    save_id: str = ""
+    """Save id in the manifest that was read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +80,8 @@ class Survey:
     """Age in seconds after which an uncommitted take counts as interrupted."""
     thorough: bool = False
     """Examine every folder and size; otherwise only those that may lead to a removal."""
-    spared: Callable[[int], bool] = lambda step: False
-    """Returns True for a step that must stay, with what it relies on."""
+    spared: Spared = lambda step, save_id: False
+    """Says what must stay."""
     inspect: Inspect | None = None
     """Called with all committed steps and their manifests. It may raise, and then nothing is decided."""
 
@@ -162,7 +166,8 @@ def _of_snapshots(
     going = [step for step in going if policy is not None or step not in left]
     if policy is not None and (going or thorough):
         expect_metrics(root, policy, taken.values())
-    stays = run(gather_limited(going, lambda step: _why_it_stays(root, step, survey.older_than, survey.spared)))
+    ids = {step: head.save_id for step, head in heads.items() if isinstance(head, ManifestHead)}
+    stays = run(gather_limited(going, lambda step: _why_it_stays(root, step, ids.get(step, ""), survey)))
     held = dict(zip(going, stays, strict=True))
     read_heads = {step: head for step, head in every.items() if isinstance(head, ManifestHead)}
 
@@ -175,15 +180,13 @@ def _of_snapshots(
         head = heads[step]
         read = each if isinstance(head, ManifestHead) else None
         size = head.nbytes if thorough and isinstance(head, ManifestHead) else None
-        token = stats[step].token
         if step in broken or not good:
             why = broken.get(step, "a restore passed over it")
             fates.append(Fate(step, "damaged", goes=False, why=f"damaged: {why}", taken=read, nbytes=size))
             continue
-        dropped = OFF_LINE if step in left else "no policy keeps it"
-        fates.append(
-            Fate(step, "snapshot", step in plan.removed, plan.kept.get(step, dropped), read, size, token=token)
-        )
+        why = plan.kept.get(step, OFF_LINE if step in left else "no policy keeps it")
+        token, save_id = stats[step].token, ids.get(step, "")
+        fates.append(Fate(step, "snapshot", step in plan.removed, why, read, size, token=token, save_id=save_id))
     return fates
 
 
@@ -206,15 +209,15 @@ def expect_metrics(root: Root, policy: Policy, taken: Collection[Taken]) -> None
             raise UnknownMetric(f"{root.url}: no snapshot has the metric {each.metric!r}{there}; nothing was removed")
 
 
-async def _why_it_stays(root: Root, step: int, older_than: float, spared: Callable[[int], bool]) -> str:
+async def _why_it_stays(root: Root, step: int, save_id: str, survey: Survey) -> str:
     """Return why a step that no policy keeps must stay, or ''."""
-    if spared(step):
+    if survey.spared(step, save_id):
         return IN_USE
     try:
         if await root.pinned([step]):
             return PINNED
         async with root.opened(step) as session:
-            return BUSY if await transaction.is_busy(session.storage, older_than) else ""
+            return BUSY if await transaction.is_busy(session.storage, survey.older_than) else ""
     except StorageError as error:
         if error.errno not in CANNOT_READ:
             raise
@@ -261,7 +264,7 @@ async def remove_steps(
     fates: Iterable[Fate],
     *,
     older_than: float = transaction.DAY,
-    spared: Callable[[int], bool] = lambda step: False,
+    spared: Spared = lambda step, save_id: False,
 ) -> Removed:
     """Remove the steps whose fate is to go. A failure is logged, and does not prevent other removals."""
     going = [fate for fate in fates if fate.goes]
@@ -325,14 +328,14 @@ def log_failures(root: Root, done: Removed) -> None:
         log.warning("%s: removal failed, and is retried later: %s", root.step_url(fate.step), error)
 
 
-async def _remove_step(root: Root, fate: Fate, older_than: float, spared: Callable[[int], bool]) -> bool:
+async def _remove_step(root: Root, fate: Fate, older_than: float, spared: Spared) -> bool:
     """Remove one step. Return False if it is needed now, or already removed."""
     async with root.opened(fate.step) as session:
         if fate.what == "leftovers":
             return bool(await transaction.delete_leftovers(session.storage, older_than))
 
         async def wanted() -> bool:
-            return spared(fate.step) or bool(await root.pinned([fate.step]))
+            return spared(fate.step, fate.save_id) or bool(await root.pinned([fate.step]))
 
         try:
             async with root.opened() as above:
@@ -399,14 +402,14 @@ def _is_second(origin: str, held: Sequence[str]) -> bool:
 class Cleaner:
     """Background removal of the snapshots that a policy does not keep.
 
-    `spared(step)`: True if the step is being taken or read. `damaged()`: the steps that were found damaged.
+    `spared`: what is being taken or read. `damaged()`: the steps that were found damaged.
     """
 
     def __init__(
         self,
         root: Root,
         policy: Policy | None,
-        spared: Callable[[int], bool],
+        spared: Spared,
         damaged: Callable[[], set[int]],
         inspect: Inspect | None = None,
     ) -> None:
@@ -515,10 +518,8 @@ class Cleaner:
                 self._say(fate.step, f"{self._root.step_url(fate.step)}: kept, and ignored by policies: {fate.why}")
         log_failures(self._root, run(remove_steps(self._root, fates, spared=self._is_spared)))
 
-    def _is_spared(self, step: int) -> bool:
-        if step in self._went_back or self._spared(step):
-            return True
-        return bool(self._needed) and self._root.save_id(step) in self._needed
+    def _is_spared(self, step: int, save_id: str = "") -> bool:
+        return step in self._went_back or save_id in self._needed or self._spared(step, save_id)
 
     def _say(self, about: str | int, what: str) -> None:
         """Log a warning, once for each `about`."""

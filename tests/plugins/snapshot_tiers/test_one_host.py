@@ -1,7 +1,9 @@
 """A job on one host with a near folder: where steps are, what a restore reads, and what stays."""
 
+import asyncio
 import os
 import shutil
+import threading
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from snapshot import KeepLatest, Snapshot, SnapshotExistsError, SnapshotManager, TakeOptions, Tolerate
 from snapshot.errors import SnapshotError, StorageError
 from snapshot.manager.policies import Policy
+from snapshot.storages.file.file_storage import FileStorage
 from snapshot_tiers import Near
 from snapshot_tiers.control import ControlRequest
 from tests.plugins.snapshot_tiers.jobs import (
@@ -325,6 +328,33 @@ def test_keep_near_keeps_the_base_of_a_pinned_step(tmp_path, hosts):
                 manager.pin(20)
     [run] = runs_in(hosts("a"))
     assert {path.name for path in run.glob("step-*")} == {"step-10", "step-20", "step-40"}
+
+
+def test_keep_near_keeps_the_base_of_a_take_that_runs(tmp_path, hosts, monkeypatch):
+    layers = {"frozen": torch.nn.Linear(9, 9).requires_grad_(False), "trained": torch.nn.Linear(2, 2)}
+    app = {"model": torch.nn.ModuleDict(layers)}
+    reached, go_on = threading.Event(), threading.Event()
+    create = FileStorage.create
+
+    async def stall(self, path, size):
+        if "step-30" in str(self.url):
+            reached.set()
+            await asyncio.to_thread(go_on.wait, 300)
+        return await create(self, path, size)
+
+    monkeypatch.setattr(FileStorage, "create", stall)
+    with manager_of(tmp_path / "far", hosts("a"), keep_near=1, upload=1) as manager:
+        manager.take(10, app)
+        [run] = runs_in(hosts("a"))
+        until(lambda: manager.where(10)["far"] == "whole")
+        pending = manager.async_take(30, app, options=TakeOptions(base=f"near://{run}/step-10", only="trainable"))
+        assert reached.wait(300)
+        manager.take(20, app)
+        until(lambda: manager.where(20)["far"] == "whole")
+        manager._steps.near_cleaner.close()  # its removals are done
+        go_on.set()
+        pending.wait()
+    assert {path.name for path in run.glob("step-*")} >= {"step-10", "step-30"}
 
 
 def test_on_exception_saves_and_flushes(tmp_path, hosts):
