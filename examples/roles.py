@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from snapshot import KeepLatest, RNGState, SnapshotManager, StateDict
+from snapshot import KeepLatest, RestoreOptions, RNGState, SnapshotManager, StateDict
 
 TRAINER, ROLLOUT, BUFFER = range(3)
 WAITING = 3  # answers that the buffer holds back, so that the trainer is behind the rollouts
@@ -39,11 +39,12 @@ def train(folder: str, prompts: int) -> None:
         BUFFER: {"buffer": buffer},
     }[rank]
 
-    with SnapshotManager(folder, keep=KeepLatest(2), timeout=60) as manager:
+    options = RestoreOptions(unused="error")  # no role may be left out
+    with SnapshotManager(folder, keep=KeepLatest(2), restore_options=options, timeout=60) as manager:
         step = manager.restore_latest(app_state) or 0
         if rank == TRAINER:
             print(f"begins after step {step}", flush=True)
-        while step < prompts + WAITING:
+        while broadcast(len(trained["prompts"]), TRAINER) < prompts:
             step += 1
             # The buffer gives the next prompt to the rollout worker, and keeps its answer.
             prompt = broadcast(buffer["next"] if buffer["next"] < prompts else None, BUFFER)

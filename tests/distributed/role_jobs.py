@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from snapshot import SnapshotManager, StateDict
+from snapshot import RestoreOptions, RNGState, SnapshotManager, StateDict
 from snapshot.testing import Tap, tapped
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "roles.py"
@@ -55,8 +55,11 @@ def train(folder, prompts, which, moment, victim):
         load_example().train(f"deadly+file://{folder}", prompts)
 
 
-def restore_elsewhere(folder):
-    """Restore with the roles of ranks 1 and 2 exchanged."""
-    key = {0: "trained", 1: "buffer", 2: "answered"}[dist.get_rank()]
+def restore(folder, keys, unused="warn"):
+    """Restore an object of each rank, by its key: the step, the object, and what the report calls unused."""
+    key = keys[dist.get_rank()]
+    live = {"trained": StateDict(prompts=[]), "answered": StateDict(count=0), "buffer": StateDict(next=0, waiting=[])}
     with SnapshotManager(folder, signals=(), timeout=30) as manager:
-        manager.restore_latest({key: StateDict(value=0)})
+        numbers = {"rng": RNGState()} if key == "answered" else {}
+        step = manager.restore_latest({key: live[key], **numbers}, options=RestoreOptions(unused=unused))
+        return step, dict(live[key]), [each.path for each in manager.report.unused]

@@ -1,12 +1,13 @@
 """Ranks with different roles in one job: they resume from one step, whichever of them is killed and when."""
 
+import shutil
 import signal
 
 import pytest
 
-from snapshot import Snapshot, SnapshotManager
+from snapshot import RestoreError, Snapshot, SnapshotManager
 from tests.distributed import role_jobs
-from tests.helpers.rank_pool import Died
+from tests.helpers.rank_pool import Died, Pool
 
 PROMPTS = 16
 ROLES = {"trainer": 0, "rollout worker": 1, "buffer": 2}
@@ -47,9 +48,35 @@ def test_manager_take_of_several_roles_is_all_or_nothing_if_one_is_killed(fresh_
     assert trained == list(range(PROMPTS))
 
 
-def test_manager_restore_of_several_roles_needs_the_same_ranks(fresh_pool, tmp_path):
-    """A role that moves to another rank does not find its state, and says so before anything is restored."""
-    with fresh_pool(3) as pool:
-        pool.run(role_jobs.train, str(tmp_path), 2, 0, "never", 0)
-        found = pool.outcomes(role_jobs.restore_elsewhere, str(tmp_path))
-    assert all("buffer" in str(each) for each in found), found
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A job that has ended."""
+    root = tmp_path_factory.mktemp("trained")
+    with Pool(3) as pool:
+        pool.run(role_jobs.train, str(root), PROMPTS, 0, "never", 0)
+    return root
+
+
+def test_manager_restore_of_several_roles_needs_each_on_its_rank(trained, three):
+    found = three.run(role_jobs.restore, str(trained), ("trained", "answered", "buffer"))
+    state = [{"prompts": list(range(PROMPTS))}, {"count": PROMPTS}, {"next": PROMPTS, "waiting": []}]
+    step = newest(trained)
+    assert [each[:2] for each in found] == [(step, each) for each in state]
+    moved = three.outcomes(role_jobs.restore, str(trained), ("trained", "buffer", "answered"))
+    assert ["RestoreError" in str(each) or isinstance(each, RestoreError) for each in moved] == [True] * 3
+
+
+def test_manager_restore_without_a_role_is_an_error_if_asked_for(trained, two):
+    found = two.run(role_jobs.restore, str(trained), ("trained", "answered"))
+    assert "buffer" in found[0][2]
+    refused = two.outcomes(role_jobs.restore, str(trained), ("trained", "answered"), "error")
+    assert ["RestoreError" in str(each) or isinstance(each, RestoreError) for each in refused] == [True] * 2
+
+
+def test_manager_restore_of_several_roles_passes_over_a_step_that_one_cannot_read(trained, three, tmp_path):
+    root = shutil.copytree(trained, tmp_path / "run")
+    step = newest(root)
+    [file] = (root / f"step-{step}/data").glob("*-1-0.safetensors")  # that of the rollout worker
+    file.unlink()
+    found = three.run(role_jobs.restore, str(root), ("trained", "answered", "buffer"))
+    assert [each[0] for each in found] == [step - 1] * 3
