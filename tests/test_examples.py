@@ -127,6 +127,14 @@ def test_reshard_example_of_three_ranks_restores_on_two_and_in_one_process(tmp_p
     assert read == ["read (10000, 64), and row 4321 of it: 276544 to 276607"]
 
 
+def test_roles_example_trains_on_each_prompt_once(tmp_path: Path, warm: Warm) -> None:
+    first = ranks(warm, 3, "roles.py", tmp_path, "--prompts", 3)
+    assert first == ["begins after step 0", "trained on 3 of 3 prompts, 3 different"]
+    resumed = ranks(warm, 3, "roles.py", tmp_path, "--prompts", 8)
+    assert resumed == ["begins after step 5", "trained on 8 of 8 prompts, 8 different"]
+    assert Snapshot(tmp_path / "step-13").read_object("0/trained/prompts") == list(range(8))
+
+
 def test_bare_loop_example_resumes_in_the_middle_of_an_epoch(tmp_path: Path, warm: Warm) -> None:
     shown = warm.run(ROOT / "examples" / "bare_loop.py", tmp_path, PYTHONPATH=PYTHONPATH)
     assert "bit for bit" in shown

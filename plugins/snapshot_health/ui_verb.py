@@ -15,7 +15,7 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -32,7 +32,13 @@ from snapshot.cli.listing import stored_place
 from snapshot.cli.locate import list_names, suggest
 from snapshot.cli.screen import ExitStatus, as_json, complain, mute_torch_warnings
 from snapshot.cli.show import countable, widened
-from snapshot.errors import CorruptSnapshotError, SnapshotError, SnapshotNotFoundError, StorageNotFoundError
+from snapshot.errors import (
+    CorruptSnapshotError,
+    SnapshotError,
+    SnapshotNotFoundError,
+    StorageError,
+    StorageNotFoundError,
+)
 from snapshot.io.loop import run as on_loop
 from snapshot.io.storage import FileStat
 from snapshot.io.system import WINDOWS
@@ -46,6 +52,7 @@ from snapshot.manifest import entries as e
 from snapshot.manifest.document import METADATA, Document, ManifestHead, check_tensor, find_locations
 from snapshot.plan.names import WILDCARDS, compile_glob, matcher
 from snapshot.save.findings import noted_findings, suspicions
+from snapshot.save.transaction import committed_save_id
 from snapshot.snapshot import Snapshot
 from snapshot.tensors.geometry import Box, split_shape
 from snapshot.tensors.memory import BY_NAME, ITEMSIZE
@@ -301,9 +308,16 @@ class RunView:
     def _checkpoint(self, step: int) -> Snapshot:
         """Return a step: from the near folder if it has all files of the same save, otherwise from the root."""
         near = self._near_steps().get(step)
-        if near is not None and self._root.save_id(step) in ("", near.save_id) and (path := near.whole_path()):
+        if near is not None and on_loop(self._save_id(step)) in (None, near.save_id) and (path := near.whole_path()):
             return Snapshot(path)
         return Snapshot(self._root.step_url(step).reveal(), storage_options=self._options)
+
+    async def _save_id(self, step: int) -> str | None:
+        """Return the save id of a step in the root as it is now, or None if it is not there or cannot be read."""
+        with suppress(StorageError):
+            async with self._root.opened(step) as session:
+                return await committed_save_id(session.storage)
+        return None
 
 
 def _row(step: int, head: object) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from snapshot.errors import (
 )
 from snapshot.events import emit, log
 from snapshot.formats.hugging_face import INDEX, read_header
+from snapshot.io.loop import in_own_thread
 from snapshot.io.storage import ABSENT, ANYTHING, Storage, exists
 from snapshot.manager.policies import Policy, Taken, choose_kept, plan_retention
 from snapshot.manifest.document import LONGEST_HEADER
@@ -335,7 +336,7 @@ class VersionStore:
                     await self._learn(number)
             for number in self._known.keys() - set(numbers):
                 del self._known[number]
-            gone = find_retired(self._known, keep, time.time())
+            gone = await in_own_thread(find_retired, self._known, keep, time.time())  # the policy may read
             for number in gone:
                 await self._delete(number)
                 del self._known[number]
@@ -413,4 +414,4 @@ def find_retired(versions: Mapping[int, KnownVersion], keep: Policy | None, now:
                 base = versions[base].base
         return found
 
-    return plan_retention(keep, taken, now, others=versions, held=held, find_needed=find_bases).removed
+    return plan_retention(kept, versions, held=held, find_needed=find_bases).removed

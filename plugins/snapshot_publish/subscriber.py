@@ -35,7 +35,7 @@ from snapshot.io.registry import open_storage
 from snapshot.io.session import Session
 from snapshot.io.system import CLOEXEC, expect_linux, fcntl, libc
 from snapshot.io.url import URL, Location
-from snapshot.manager.policies import Policy, Taken, checked_policy, plan_retention
+from snapshot.manager.policies import Policy, Taken, checked_policy, choose_kept
 from snapshot.text import listed
 from snapshot_publish.build import VersionBuilder
 from snapshot_publish.store import VersionIndex, VersionStore, version_name, version_of
@@ -289,12 +289,13 @@ class LocalFolder:
             found = {each.version: each for each in reversed(self.versions())}
             order = [*(number for number in found if number != pulled), pulled]
             taken = [Taken(at, found[number].time) for at, number in enumerate(order) if number in found]
-            removed = {order[at] for at in plan_retention(keep, taken, time.time()).removed}
+            kept = choose_kept(keep, taken, time.time())
+            removed = {order[each.step] for each in taken if each.step not in kept}
             for number, each in found.items():
                 if number != pulled and (number in removed or each.boot == DAMAGED):
                     self.remove(number)
             self.clean_aside()
-        except OSError as error:  # the pull is complete: old files only cost space
+        except (OSError, SnapshotError) as error:  # the pull is complete: old files only cost space
             log.warning("%s: cannot delete old versions: %s", self.path, error)
 
     def clean_aside(self) -> None:

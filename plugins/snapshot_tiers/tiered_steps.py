@@ -32,9 +32,9 @@ from snapshot.io.loop import can_start_threads, run
 from snapshot.io.session import Seal
 from snapshot.io.storage import FileStat
 from snapshot.io.url import URL
-from snapshot.manager.policies import Policy, RetentionPlan, Taken, checked_policy, plan_retention
+from snapshot.manager.policies import Policy, RetentionPlan, Taken, checked_policy, choose_kept, plan_retention
 from snapshot.manager.restore_latest import Candidates
-from snapshot.manager.retention import IN_USE, PINNED, Cleaner, find_needed
+from snapshot.manager.retention import IN_USE, PINNED, Cleaner, Spared, find_needed
 from snapshot.manager.root import Root, StepFolders, taken_of, why_suspect
 from snapshot.manager.steps import Begun, RunOptions, Steps, TakePlace
 from snapshot.manifest.document import ManifestHead
@@ -433,9 +433,7 @@ class NearCleaner(Cleaner):
     `far`: the cleaner of the far root, on the rank that has it. It removes far steps once newer ones were uploaded.
     """
 
-    def __init__(
-        self, root: Root, policy: Policy | None, spared: Callable[[int], bool], tiers: TierSet, far: Cleaner | None
-    ) -> None:
+    def __init__(self, root: Root, policy: Policy | None, spared: Spared, tiers: TierSet, far: Cleaner | None) -> None:
         super().__init__(root, policy, spared, set)
         self._tiers = tiers
         self._far = far
@@ -493,12 +491,12 @@ class NearCleaner(Cleaner):
                 return "newer than the step that replaces it"
             if state is None or state.far.is_open or state.far.is_stuck or state.far == UploadState.DAMAGED:
                 return "wanted far"
-            if self._is_spared(step):
+            if self._is_spared(step, near[step].save_id):
                 return IN_USE
             return PINNED if folder.is_pinned(step) else ""
 
         for step in self._plan(near.values(), upto, held={step: why_held(step) for step in near}).removed:
-            if not self._is_spared(step) and not folder.is_pinned(step):  # meanwhile
+            if not self._is_spared(step, near[step].save_id) and not folder.is_pinned(step):  # meanwhile
                 folder.remove(step, near[step].save_id)
         folder.remove_leftovers(upto, self._is_spared)
         damaged = [step for step in folder.damaged() if step < end and not self._is_spared(step)]
@@ -521,14 +519,15 @@ class NearCleaner(Cleaner):
         heads = {each.step: each.head for each in steps}
         taken = [taken_of(step, head) for step, head in heads.items() if upto is None or step <= upto]
         if held is None:
-            held = {step: IN_USE for step in heads if self._is_spared(step)}
+            held = {step: IN_USE for step, head in heads.items() if self._is_spared(step, head.save_id)}
 
         def needed(removed: list[int]) -> dict[int, str]:
             leaving = [step for step in removed if step in heads]
             return find_needed(heads, heads.keys() - leaving, leaving)
 
         taken += map(Taken, damaged)
-        return plan_retention(self._policy, taken, time.time(), others=heads, held=held, find_needed=needed)
+        chosen = choose_kept(self._policy, taken, time.time())
+        return plan_retention(chosen, {*heads, *damaged}, held=held, find_needed=needed)
 
     def make_room(self) -> bool:
         """Give up the upload of the oldest step that waits for one, if the policy then lets the step go."""

@@ -391,11 +391,11 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
         """
         assert self._keep is not None
         earlier = [step for step in steps if step > newest]
-        left = run(remove_unkept(self._root, self._keep, [step for step in steps if step <= newest], leftovers=True))
+        left = remove_unkept(self._root, self._keep, [step for step in steps if step <= newest], leftovers=True)
         places = max((each.n for each in split_policy(self._keep) if isinstance(each, KeepLatest)), default=0)
         gone = earlier[: max(0, len(earlier) - max(0, places - len(left)))]
         if gone:
-            left |= run(remove_unkept(self._root, self._keep, [newest, *gone], ignored=gone))
+            left |= remove_unkept(self._root, self._keep, [newest, *gone], ignored=gone)
         return left | {*earlier}.difference(gone)
 
     def _metrics(self, trainer: Any) -> dict[str, float]:

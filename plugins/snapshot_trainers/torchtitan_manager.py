@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from snapshot.errors import CorruptSnapshotError, MissingExtraError, SnapshotError
 from snapshot.events import log
 from snapshot.interop.framework_checks import expect_parameters
-from snapshot.io.loop import LoopFuture, finish_before_exit, run, start
+from snapshot.io.loop import LoopFuture, finish_before_exit, in_own_thread, run, start
 from snapshot.io.url import URL
 from snapshot.manager.policies import KeepLatest
 from snapshot.manager.retention import remove_unkept
@@ -130,7 +130,7 @@ class SnapshotCheckpointManager(CheckpointManager):  # type: ignore[misc]
         if self.keep_latest_k > 0 and dist.get_rank() == 0 and not busy:
             root = Root(URL.parse(str(self.folder)), self.storage_options)
             policy = KeepLatest(self.keep_latest_k)
-            self._removal = start(remove_unkept(root, policy, self._committed()))
+            self._removal = start(in_own_thread(remove_unkept, root, policy, self._committed()))
             finish_before_exit(self._removal)
 
 

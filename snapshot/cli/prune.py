@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     policy: Policy | None = reduce(lambda one, other: one | other, arguments.keep) if arguments.keep else None
     if is_local_file(url):
         raise SnapshotError(f"{url}: not a folder of steps, but a file")
-    fates = on_loop(survey_steps(root, Survey(policy=policy, older_than=arguments.older_than, thorough=True)))
+    fates = survey_steps(root, Survey(policy=policy, older_than=arguments.older_than, thorough=True))
     if not fates:
         on_loop(_expect_folder(root))
         with explain_missing(arguments.root, options):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping
@@ -23,14 +24,10 @@ from snapshot.loading.restore_options import RESTORE_OPTIONS, RestoreOptions
 from snapshot.manager.agreement import Channels, StepBegin, agree_on, may_be_committed
 from snapshot.manager.policies import KeepBest, Policy, checked_policy, split_policy
 from snapshot.manager.restore_latest import Fallback
+from snapshot.manager.retention import CLEANER
 from snapshot.manager.root import Root, taken_of
 from snapshot.manager.schedule import STOP_SIGNALS, Advice, Every, Measured, Schedule, Signals
-from snapshot.manager.step_metadata import (
-    add_note,
-    checked_metrics,
-    checked_step,
-    noted_metrics,
-)
+from snapshot.manager.step_metadata import add_note, checked_metrics, checked_step, noted_metrics
 from snapshot.manager.steps import Begun, PlainSteps, RunOptions, Steps, find_kind
 from snapshot.manager.takes import (
     OnError,
@@ -420,7 +417,7 @@ class SnapshotManager:
     def snapshot(self, step: int) -> Snapshot:
         """Return the snapshot of a step, which need not exist."""
         number = checked_step(step)
-        if not self._pendings.is_latest(number):
+        if not self._pendings.is_latest(number) and threading.current_thread().name != CLEANER:  # not in a policy
             self._pendings.moved_on()  # after a restore the state is that of this step
         return self._steps.snapshot(number)
 

@@ -1,7 +1,7 @@
-"""Policies of the snapshots to keep, combined with `|`, and the plan of a removal: pure functions of what exists.
+"""Policies of the snapshots to keep, combined with `|`, and the plan of a removal.
 
-Everything that removes old snapshots uses `plan_retention`: managers, near folders, published versions and their
-copies, `snapshot prune`, and the Lightning callback.
+Everything that removes old snapshots uses them: managers, near folders, published versions and their copies,
+`snapshot prune`, and the Lightning callback. An application's policy may read snapshots, so none runs on the loop.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import heapq
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from operator import index
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from snapshot.errors import SnapshotError
 from snapshot.text import duration_text, seconds_of
 
 
@@ -31,11 +33,14 @@ class Taken:
 
 
 class Policy(ABC):
-    """Rule that says which snapshots are kept. `a | b` keeps those that either keeps."""
+    """Rule that says which snapshots are kept. `a | b` keeps those that either keeps.
+
+    A policy may read the snapshots. Takes don't wait for it, and if it raises, nothing is removed.
+    """
 
     @abstractmethod
     def keep(self, taken: Sequence[Taken], now: float) -> set[int]:
-        """Return the steps to keep. `taken` is in any order, `now` is in seconds since the epoch."""
+        """Return which steps of `taken`, which is in any order, to keep. `now` is in seconds since the epoch."""
 
     def __or__(self, other: object) -> Policy:
         return Union((*split_policy(self), *split_policy(other))) if isinstance(other, Policy) else NotImplemented
@@ -159,7 +164,8 @@ def split_policy(policy: Policy) -> tuple[Policy, ...]:
 def choose_kept(policy: Policy | None, taken: Sequence[Taken], now: float) -> dict[int, list[str]]:
     """Return the kept steps with the reasons. The newest is always kept; without a policy all are.
 
-    Suspect steps are decided among themselves. So none takes the place of a good one, and none is the best.
+    Suspect steps are decided among themselves. So none takes the place of a good one, and none is the best. Raise
+    SnapshotError if the policy does.
     """
     suspect = [each for each in taken if each.suspect]
     if suspect:
@@ -170,14 +176,17 @@ def choose_kept(policy: Policy | None, taken: Sequence[Taken], now: float) -> di
         }
     if not taken:
         return {}
-    found: dict[int, list[str]] = {}
+    steps = {each.step for each in taken}
+    found: dict[int, list[str]] = {step: ["no policy"] for step in steps} if policy is None else {}
     for each in split_policy(policy) if policy is not None else ():
-        for step in each.keep(taken, now):
+        try:
+            kept = {index(step) for step in each.keep(taken, now)}
+        except Exception as error:
+            why = f"{type(each).__name__}.keep failed: {type(error).__name__}: {error}"
+            raise SnapshotError(f"{why}; nothing is removed") from error
+        for step in kept & steps:
             found.setdefault(step, []).append(str(each))
-    if policy is None:
-        found = {each.step: ["no policy"] for each in taken}
-    newest = max(each.step for each in taken)
-    found.setdefault(newest, ["newest"])
+    found.setdefault(max(steps), ["newest"])
     return found
 
 
@@ -196,33 +205,30 @@ class RetentionPlan(NamedTuple):
 
 
 def plan_retention(
-    policy: Policy | None,
-    taken: Collection[Taken],
-    now: float,
+    chosen: Mapping[int, Sequence[str]],
+    steps: Collection[int],
     *,
-    others: Iterable[int] = (),
     held: Mapping[int, str] = MappingProxyType({}),
     find_needed: Callable[[list[int]], Mapping[int, str]] = lambda removed: {},
 ) -> RetentionPlan:
     """Decide what to keep and what to remove.
 
     Args:
-        policy: The policy; None keeps all of `taken`.
-        taken: The snapshots that the policy counts. The newest of them always stays.
-        now: Seconds since the epoch.
-        others: Steps that no policy counts, which are removed if nothing holds them.
+        chosen: The steps that the policy keeps, with the reasons, from `choose_kept`.
+        steps: All steps to decide about. Others are removed if nothing holds them.
         held: The steps that stay in any case, with the reason. An empty reason holds nothing.
         find_needed: Returns those of the steps to remove that the remaining ones rely on, with the reason.
 
-    >>> taken = [Taken(10), Taken(20), Taken(30), Taken(40)]
-    >>> plan_retention(KeepLatest(1), taken, 0, held={20: "pinned"}, find_needed=lambda removed: {10: "the base of 20"})
+    >>> chosen = choose_kept(KeepLatest(1), [Taken(10), Taken(20), Taken(30), Taken(40)], now=0)
+    >>> bases = {10: "the base of 20"}
+    >>> plan_retention(chosen, [10, 20, 30, 40], held={20: "pinned"}, find_needed=lambda removed: bases)
     RetentionPlan(kept={40: 'latest', 20: 'pinned', 10: 'the base of 20'}, removed=[30])
     """
-    kept = {step: ", ".join(why) for step, why in choose_kept(policy, list(taken), now).items()}
-    steps = {*(each.step for each in taken), *others}
-    kept |= {step: held[step] for step in sorted(steps - kept.keys()) if held.get(step)}
-    kept |= find_needed(sorted(steps - kept.keys()))
-    return RetentionPlan(kept, sorted(steps - kept.keys()))
+    kept = {step: ", ".join(why) for step, why in chosen.items()}
+    left = {*steps} - kept.keys()
+    kept |= {step: held[step] for step in sorted(left) if held.get(step)}
+    kept |= find_needed(sorted(left - kept.keys()))
+    return RetentionPlan(kept, sorted(left - kept.keys()))
 
 
 def checked_policy(keep: Any, *, metrics: bool = True) -> Policy | None:

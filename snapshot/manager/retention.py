@@ -26,7 +26,11 @@ from snapshot.runs.facts import bury
 from snapshot.runs.timeline import Standing, origin_of
 from snapshot.save import transaction
 
+Spared = Callable[[int, str], bool]
+"""Returns True for a step, with its save id, that must stay, with what it relies on."""
 Inspect = Callable[[Mapping[int, FileStat], Mapping[int, ManifestHead | SnapshotError]], None]
+CLEANER = "snapshot-cleaner"
+"""Name of the thread that removes old steps, in which the policy runs."""
 PINNED, BUSY, IN_USE = "pinned", "a take may be running there", "in use"
 NOT_OURS = "not a snapshot of this library"
 UNREADABLE = "its manifest cannot be read"
@@ -56,6 +60,8 @@ class Fate:
     """Number of files, for leftovers."""
     token: str = ""
     """Version token of the manifest that was read. A different token means another snapshot."""
+    save_id: str = ""
+    """Save id in the manifest that was read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,20 +80,21 @@ class Survey:
     """Age in seconds after which an uncommitted take counts as interrupted."""
     thorough: bool = False
     """Examine every folder and size; otherwise only those that may lead to a removal."""
-    spared: Callable[[int], bool] = lambda step: False
-    """Returns True for a step that must stay, with what it relies on."""
+    spared: Spared = lambda step, save_id: False
+    """Says what must stay."""
     inspect: Inspect | None = None
     """Called with all committed steps and their manifests. It may raise, and then nothing is decided."""
 
 
-async def survey_steps(root: Root, survey: Survey) -> list[Fate]:
+def survey_steps(root: Root, survey: Survey) -> list[Fate]:
     """Decide about each step, and return the decisions in ascending order. Nothing is changed.
 
     Raises:
         UnknownMetric: The policy uses a metric that no snapshot has.
+        SnapshotError: The policy raised.
     """
     upto, thorough = survey.upto, survey.thorough
-    folders = await (root.folders() if survey.among is None else root.examine(sorted(survey.among)))
+    folders = run(root.folders() if survey.among is None else root.examine(sorted(survey.among)))
     if upto is not None:
         if upto not in folders.committed:
             return []
@@ -96,23 +103,23 @@ async def survey_steps(root: Root, survey: Survey) -> list[Fate]:
         folders.later = {step: stat for step, stat in folders.committed.items() if step > upto}
         folders.committed = {step: stat for step, stat in folders.committed.items() if step <= upto}
         folders.others = [step for step in folders.others if step < upto]
-    every = await root.heads({**folders.committed, **folders.later})
+    every = run(root.heads({**folders.committed, **folders.later}))
     if survey.inspect is not None:
         survey.inspect({**folders.committed, **folders.later}, every)
-    fates = await _of_snapshots(root, survey, folders, every)
+    fates = _of_snapshots(root, survey, folders, every)
     if not thorough and not folders.committed:
         return fates
     looked = list(folders.others)
     if thorough:
         looked += [fate.step for fate in fates if fate.what in ("snapshot", "damaged") and not fate.goes]
     age, others = survey.older_than, folders.others
-    found = await gather_limited(
-        looked, lambda step: _find_leftovers(root, step, age, alone=step in others, thorough=thorough)
+    found = run(
+        gather_limited(looked, lambda step: _find_leftovers(root, step, age, alone=step in others, thorough=thorough))
     )
     return sorted([*fates, *(fate for fate in found if fate)], key=lambda fate: (fate.step, fate.what != "snapshot"))
 
 
-async def _of_snapshots(
+def _of_snapshots(
     root: Root, survey: Survey, folders: StepFolders, every: Mapping[int, ManifestHead | SnapshotError]
 ) -> list[Fate]:
     """Decide about snapshots. Only those of this library count for a policy or may be removed, if undamaged."""
@@ -120,7 +127,7 @@ async def _of_snapshots(
     stats = folders.committed
     heads = {step: head for step, head in every.items() if step in stats}
     taken: dict[int, Taken] = {}
-    standings = await _standings(root, heads)
+    standings = run(_standings(root, heads))
     left = [step for step, standing in standings.items() if standing == Standing.OFF and step != upto]
     fates = [Fate(step, "other", goes=False, why=str(error)) for step, error in folders.unreadable.items()]
     fates += [
@@ -145,10 +152,11 @@ async def _of_snapshots(
 
     now = time.time()
     # A damaged snapshot must not take the place of a good one. So those that the policy would keep are examined, and it
-    # chooses again without the damaged ones. All others go anyway, and their files are not looked at.
+    # chooses again without the damaged ones. All others go anyway, and their files are not looked at. It runs in this
+    # thread and not on the loop, because it may read snapshots.
     while True:
         kept = choose_kept(policy, list(good.values()), now)
-        found = {step: why for step, why in zip(kept, await gather_limited(kept, fault), strict=True) if why}
+        found = {step: why for step, why in zip(kept, run(gather_limited(kept, fault)), strict=True) if why}
         if not found:
             break
         broken |= found
@@ -158,7 +166,8 @@ async def _of_snapshots(
     going = [step for step in going if policy is not None or step not in left]
     if policy is not None and (going or thorough):
         expect_metrics(root, policy, taken.values())
-    stays = await gather_limited(going, lambda step: _why_it_stays(root, step, survey.older_than, survey.spared))
+    ids = {step: head.save_id for step, head in heads.items() if isinstance(head, ManifestHead)}
+    stays = run(gather_limited(going, lambda step: _why_it_stays(root, step, ids.get(step, ""), survey)))
     held = dict(zip(going, stays, strict=True))
     read_heads = {step: head for step, head in every.items() if isinstance(head, ManifestHead)}
 
@@ -166,20 +175,18 @@ async def _of_snapshots(
         leaving = [step for step in removed if step in read_heads]
         return find_needed(read_heads, read_heads.keys() - {*leaving, *broken, *damaged}, leaving)
 
-    plan = plan_retention(policy, good.values(), now, others=going, held=held, find_needed=needed)
+    plan = plan_retention(kept, {*good, *going}, held=held, find_needed=needed)
     for step, each in taken.items():
         head = heads[step]
         read = each if isinstance(head, ManifestHead) else None
         size = head.nbytes if thorough and isinstance(head, ManifestHead) else None
-        token = stats[step].token
         if step in broken or not good:
             why = broken.get(step, "a restore passed over it")
             fates.append(Fate(step, "damaged", goes=False, why=f"damaged: {why}", taken=read, nbytes=size))
             continue
-        dropped = OFF_LINE if step in left else "no policy keeps it"
-        fates.append(
-            Fate(step, "snapshot", step in plan.removed, plan.kept.get(step, dropped), read, size, token=token)
-        )
+        why = plan.kept.get(step, OFF_LINE if step in left else "no policy keeps it")
+        token, save_id = stats[step].token, ids.get(step, "")
+        fates.append(Fate(step, "snapshot", step in plan.removed, why, read, size, token=token, save_id=save_id))
     return fates
 
 
@@ -202,15 +209,15 @@ def expect_metrics(root: Root, policy: Policy, taken: Collection[Taken]) -> None
             raise UnknownMetric(f"{root.url}: no snapshot has the metric {each.metric!r}{there}; nothing was removed")
 
 
-async def _why_it_stays(root: Root, step: int, older_than: float, spared: Callable[[int], bool]) -> str:
+async def _why_it_stays(root: Root, step: int, save_id: str, survey: Survey) -> str:
     """Return why a step that no policy keeps must stay, or ''."""
-    if spared(step):
+    if survey.spared(step, save_id):
         return IN_USE
     try:
         if await root.pinned([step]):
             return PINNED
         async with root.opened(step) as session:
-            return BUSY if await transaction.is_busy(session.storage, older_than) else ""
+            return BUSY if await transaction.is_busy(session.storage, survey.older_than) else ""
     except StorageError as error:
         if error.errno not in CANNOT_READ:
             raise
@@ -257,7 +264,7 @@ async def remove_steps(
     fates: Iterable[Fate],
     *,
     older_than: float = transaction.DAY,
-    spared: Callable[[int], bool] = lambda step: False,
+    spared: Spared = lambda step, save_id: False,
 ) -> Removed:
     """Remove the steps whose fate is to go. A failure is logged, and does not prevent other removals."""
     going = [fate for fate in fates if fate.goes]
@@ -281,7 +288,7 @@ async def remove_steps(
     return Removed(gone, failed)
 
 
-async def remove_unkept(
+def remove_unkept(
     root: Root,
     policy: Policy | None,
     among: Collection[int],
@@ -295,9 +302,9 @@ async def remove_unkept(
     takes and removals of all other steps. A failure is logged, since the steps only cost space.
     """
     try:
-        others = await _list_uncommitted(root) if leftovers else []
-        fates = await survey_steps(root, Survey(policy=policy, among={*among, *others}, damaged=ignored))
-        done = await remove_steps(root, fates)
+        others = run(_list_uncommitted(root)) if leftovers else []
+        fates = survey_steps(root, Survey(policy=policy, among={*among, *others}, damaged=ignored))
+        done = run(remove_steps(root, fates))
     except SnapshotError as error:
         log.warning("%s: failed to remove old snapshots: %s", root.url, error)
         return set(among)
@@ -321,14 +328,14 @@ def log_failures(root: Root, done: Removed) -> None:
         log.warning("%s: removal failed, and is retried later: %s", root.step_url(fate.step), error)
 
 
-async def _remove_step(root: Root, fate: Fate, older_than: float, spared: Callable[[int], bool]) -> bool:
+async def _remove_step(root: Root, fate: Fate, older_than: float, spared: Spared) -> bool:
     """Remove one step. Return False if it is needed now, or already removed."""
     async with root.opened(fate.step) as session:
         if fate.what == "leftovers":
             return bool(await transaction.delete_leftovers(session.storage, older_than))
 
         async def wanted() -> bool:
-            return spared(fate.step) or bool(await root.pinned([fate.step]))
+            return spared(fate.step, fate.save_id) or bool(await root.pinned([fate.step]))
 
         try:
             async with root.opened() as above:
@@ -395,14 +402,14 @@ def _is_second(origin: str, held: Sequence[str]) -> bool:
 class Cleaner:
     """Background removal of the snapshots that a policy does not keep.
 
-    `spared(step)`: True if the step is being taken or read. `damaged()`: the steps that were found damaged.
+    `spared`: what is being taken or read. `damaged()`: the steps that were found damaged.
     """
 
     def __init__(
         self,
         root: Root,
         policy: Policy | None,
-        spared: Callable[[int], bool],
+        spared: Spared,
         damaged: Callable[[], set[int]],
         inspect: Inspect | None = None,
     ) -> None:
@@ -459,7 +466,7 @@ class Cleaner:
         """Request removals. The caller has the lock."""
         self._wanted = upto if self._wanted is None else max(upto, self._wanted)
         if self._thread is None and not is_exiting():
-            self._thread = threading.Thread(target=self._work, name="snapshot-cleaner", daemon=True)
+            self._thread = threading.Thread(target=self._work, name=CLEANER, daemon=True)
             try:
                 self._thread.start()
             except RuntimeError:  # the interpreter is exiting: `close` does the work
@@ -496,18 +503,10 @@ class Cleaner:
 
     def _clean(self, upto: int) -> None:
         try:
-            fates = run(
-                survey_steps(
-                    self._root,
-                    Survey(
-                        policy=self._policy,
-                        upto=upto,
-                        damaged=self._damaged(),
-                        spared=self._is_spared,
-                        inspect=self._inspect,
-                    ),
-                )
+            survey = Survey(
+                policy=self._policy, upto=upto, damaged=self._damaged(), spared=self._is_spared, inspect=self._inspect
             )
+            fates = survey_steps(self._root, survey)
         except OtherWriterError as other:
             self._say("writer", f"{self._root.url}: {other}")
             return
@@ -519,10 +518,8 @@ class Cleaner:
                 self._say(fate.step, f"{self._root.step_url(fate.step)}: kept, and ignored by policies: {fate.why}")
         log_failures(self._root, run(remove_steps(self._root, fates, spared=self._is_spared)))
 
-    def _is_spared(self, step: int) -> bool:
-        if step in self._went_back or self._spared(step):
-            return True
-        return bool(self._needed) and self._root.save_id(step) in self._needed
+    def _is_spared(self, step: int, save_id: str = "") -> bool:
+        return step in self._went_back or save_id in self._needed or self._spared(step, save_id)
 
     def _say(self, about: str | int, what: str) -> None:
         """Log a warning, once for each `about`."""

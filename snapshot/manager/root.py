@@ -188,11 +188,6 @@ class Root:
         self._heads[step] = stat.token, head
         return head
 
-    def save_id(self, step: int) -> str:
-        """Return the save id of a step whose manifest was read, or ''."""
-        head = self._heads.get(step, ("", None))[1]
-        return head.save_id if isinstance(head, ManifestHead) else ""
-
     async def copies(self, step: int, seal: Seal | None = None) -> set[str]:
         """Return the physical files of a step's contents, as far as an incremental take recorded them.
 

@@ -100,10 +100,10 @@ class Steps(ABC):
         if given.keep is not None:
             self.cleaner = Cleaner(given.root, given.keep, self.is_spared, lambda: set(self.damaged), inspect)
 
-    def is_spared(self, step: int) -> bool:
-        """Return True if the step is being taken or restored, or a running take is based on it."""
+    def is_spared(self, step: int, save_id: str) -> bool:
+        """Return True if the step is being taken or restored, or a running take is based on the snapshot there."""
         pendings = self._pendings
-        return step in self.using or pendings.running(step) or pendings.needs(self.root.save_id(step))
+        return step in self.using or pendings.running(step) or pendings.needs(save_id)
 
     # Take
 

@@ -16,6 +16,10 @@ from snapshot import (
     StorageError,
     TakeOptions,
 )
+from snapshot.io.url import URL
+from snapshot.manager.retention import IN_USE, Survey, survey_steps
+from snapshot.manager.root import Root
+from snapshot.testing import stalling
 from tests.save.frozen_training import Run, entries, expect_whole, files
 
 
@@ -154,10 +158,38 @@ def test_prune_keeps_a_base_while_a_take_uses_it(tmp_path):
         base = manager.snapshot(10)
         pending = manager.async_take(30, run.state, options=TakeOptions(base=base, only="trainable"))
         assert pending.report.base == base.metadata.save_id
-        assert manager._steps.is_spared(10) or pending.done()
+        assert manager._steps.is_spared(10, base.metadata.save_id) or pending.done()
         pending.wait()
         manager._steps.cleaner.close()
     assert manager.steps() == [10, 30]
+
+
+def test_prune_spares_a_base_by_the_id_that_is_there_now(tmp_path):
+    """The first manager has read the step that another one then overwrites, and that a take of the first relies on."""
+    run = Run()
+    with (
+        stalling(on="commit", nth=3, times=1) as stall,
+        SnapshotManager(f"stalling+file://{tmp_path}", signals=()) as first,
+    ):
+        for step in (10, 20):
+            first.take(step, run.state, metrics={"loss": step})
+        assert first.best("loss") == 10
+        before = first.snapshot(10).metadata.save_id
+        with SnapshotManager(tmp_path, signals=()) as second:
+            second.take(10, run.state, metrics={"loss": 99}, overwrite=True)
+        now = first.snapshot(10).metadata.save_id
+        assert (first.metrics(10), now != before) == ({"loss": 99}, True)
+        assert first.best("loss") == 20
+        options = TakeOptions(base=str(tmp_path / "step-10"), only="trainable")
+        pending = first.async_take(30, run.state, options=options)
+        stall.wait_reached()
+        survey = Survey(policy=KeepLatest(1), spared=first._steps.is_spared)
+        fates = survey_steps(Root(URL.parse(str(tmp_path)), None), survey)
+        assert [(each.step, each.goes, each.why) for each in fates] == [(10, False, IN_USE), (20, False, "latest")]
+        assert not first._steps.is_spared(10, before)
+        stall.release()
+        pending.wait()
+        assert first.steps() == [10, 20, 30]
 
 
 def test_incremental_does_not_share_damaged_bytes_after_a_fallback(tmp_path):

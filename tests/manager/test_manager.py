@@ -604,10 +604,10 @@ def late(monkeypatch):
         waiting, go_on = threading.Event(), threading.Event()
         real = getattr(retention, what)
 
-        async def wait(*arguments, **options):
+        def wait(*arguments, **options):
             waiting.set()
-            await asyncio.to_thread(go_on.wait, 30)
-            return await real(*arguments, **options)
+            go_on.wait(30)
+            return real(*arguments, **options)
 
         monkeypatch.setattr(f"snapshot.manager.retention.{what}", wait)
         return waiting, go_on

@@ -79,8 +79,9 @@ def test_retention_plan_removes_nothing_that_is_kept_held_or_a_base(
                 left.append(base)
         return found
 
-    plan = plan_retention(policy, there, NOW, others=others, held=held, find_needed=find_needed)
-    assert set(choose_kept(policy, there, NOW)) <= set(plan.kept)
+    chosen = choose_kept(policy, there, NOW)
+    plan = plan_retention(chosen, steps, held=held, find_needed=find_needed)
+    assert set(chosen) <= set(plan.kept)
     assert steps & held.keys() <= set(plan.kept)
     assert all(bases[step] in (plan.kept.keys() | {None}) for step in plan.kept if bases[step] in steps)
     assert plan.removed == sorted(steps - set(plan.kept))

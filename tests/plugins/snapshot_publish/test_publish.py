@@ -14,9 +14,12 @@ from snapshot import (
     KeepEvery,
     KeepFor,
     KeepLatest,
+    Snapshot,
     SnapshotError,
+    StateDict,
     StorageError,
 )
+from snapshot.manager.policies import Policy
 from snapshot.testing.storages import faulty
 from snapshot_publish import Publisher, PublishOptions, Subscriber
 from snapshot_publish import publisher as publisher_module
@@ -173,6 +176,51 @@ def test_publish_keep_policy_counts_complete_versions(tmp_path):
     for version in (3, 8):
         subscriber.pull(version=version)
     assert len(list(local.glob("weight_*"))) == 2
+
+
+class KeepIf(Policy):
+    """Keep what a function of the number of a version says."""
+
+    def __init__(self, says):
+        self.says = says
+
+    def keep(self, taken, now):
+        return {each.step for each in taken if self.says(each.step)}
+
+
+def test_publish_and_pull_keep_of_an_application_read_snapshots(tmp_path):
+    evaluation = Snapshot.take(tmp_path / "evaluation", {"best": StateDict(version=2, order=0)})
+    store, local = tmp_path / "store", tmp_path / "local"
+    net = model()
+    keep = KeepIf(lambda number: number == evaluation.read_object("best/version"))
+    publisher = Publisher(store, full_every=1, keep=keep)
+    for step in range(4):
+        publisher.publish(step, net).wait()
+        train(net)
+    assert sorted(engine.versions(store)) == [2, 4]
+    subscriber = Subscriber(store, local, keep=KeepIf(lambda at: at == evaluation.read_object("best/order")))
+    for version in (4, 2):
+        subscriber.pull(version=version)
+    assert len(list(local.glob("weight_*"))) == 2
+
+
+def test_publish_and_pull_keep_that_fails_deletes_nothing(tmp_path, caplog):
+    def refuse(number):
+        raise LookupError(f"no score for {number}")
+
+    store, local = tmp_path / "store", tmp_path / "local"
+    net = model()
+    publisher = Publisher(store, full_every=1, keep=KeepIf(refuse))
+    subscriber = Subscriber(store, local, keep=KeepIf(refuse))
+    for step in range(3):
+        publisher.publish(step, net).wait()
+        subscriber.pull()
+        train(net)
+    assert sorted(engine.versions(store)) == [1, 2, 3]
+    assert len(list(local.glob("weight_*"))) == 3
+    warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    for place in (store, local):
+        assert [each for each in warnings if str(place) in each and "KeepIf.keep failed: LookupError" in each]
 
 
 @pytest.mark.parametrize("kind", [Publisher, partial(Subscriber, folder="local")])

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from snapshot import Snapshot
+from snapshot import Snapshot, SnapshotManager
 from snapshot.cli import main
 from snapshot_health.ui_verb import RunView
 from snapshot_tiers.control import MEANINGS, UploadState
@@ -96,6 +96,20 @@ def test_cli_ui_near_shows_where_steps_are(tmp_path, hosts):
         shutil.rmtree(folder / "step-30" / "data")
     assert view.steps(1)["steps"][0]["near"] == "0 of 1 files"
     assert view.health(30, "own/*", bool)["norm"] == 300.0 * ELEMENTS**0.5  # from the far root
+
+
+def test_cli_ui_near_reads_a_step_that_another_manager_has_overwritten_from_the_far_root(tmp_path, hosts):
+    far, near = tmp_path / "far", hosts("a")
+    with manager_of(far, near, upload=1, keep_near=None) as manager:
+        manager.async_take(10, state(10)).wait("far", timeout=300)
+    view = RunView(str(far), str(near))
+    assert [each["step"] for each in view.steps(9)["steps"]] == [10]
+    assert view.health(10, "own/*", bool)["norm"] == 100.0 * ELEMENTS**0.5
+    with SnapshotManager(far, signals=()) as other:
+        other.take(10, state(20), overwrite=True)
+    assert view.health(10, "own/*", bool)["norm"] == 200.0 * ELEMENTS**0.5
+    shutil.rmtree(far / "step-10")
+    assert view.health(10, "own/*", bool)["norm"] == 100.0 * ELEMENTS**0.5  # only the near copy is left
 
 
 def test_cli_upload_and_ls_near_of_a_missing_run_are_errors(tmp_path, capsys):

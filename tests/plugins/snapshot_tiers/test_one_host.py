@@ -1,13 +1,17 @@
 """A job on one host with a near folder: where steps are, what a restore reads, and what stays."""
 
+import asyncio
 import os
 import shutil
+import threading
 
 import pytest
 import torch
 
 from snapshot import KeepLatest, Snapshot, SnapshotExistsError, SnapshotManager, TakeOptions, Tolerate
 from snapshot.errors import SnapshotError, StorageError
+from snapshot.manager.policies import Policy
+from snapshot.storages.file.file_storage import FileStorage
 from snapshot_tiers import Near
 from snapshot_tiers.control import ControlRequest
 from tests.plugins.snapshot_tiers.jobs import (
@@ -83,6 +87,56 @@ def test_keep_near_removes_steps_when_newer_ones_exist(tmp_path, hosts):
     far = {path.name for path in (tmp_path / "far").glob("step-*")}
     assert near == {"step-70", "step-80"}
     assert far == {"step-60", "step-80"}
+
+
+class KeepIf(Policy):
+    """Keep what a function of the step says."""
+
+    def __init__(self, says):
+        self.says = says
+
+    def keep(self, taken, now):
+        return {each.step for each in taken if self.says(each.step)}
+
+
+@pytest.mark.parametrize("verb", ["take", "async_take"])
+def test_keep_near_and_far_of_an_application_read_the_snapshots(tmp_path, hosts, caplog, verb):
+    def read_near(step):
+        return manager.snapshot(step).read_object("0/own/value") % 20 == 0
+
+    def read_far(step):
+        return Snapshot(str(tmp_path / f"far/step-{step}")).read_object("0/own/value") % 40 == 0
+
+    options = {"keep": KeepIf(read_far), "keep_near": KeepIf(read_near), "upload": 1}
+    with manager_of(tmp_path / "far", hosts("a"), **options) as manager:
+        for step in range(10, 80, 10):
+            getattr(manager, verb)(step, state(step))
+            until(lambda step=step: manager.where(step)["far"] == "whole")
+    near = {path.name for path in runs_in(hosts("a"))[0].glob("step-*")}
+    far = {path.name for path in (tmp_path / "far").glob("step-*")}
+    assert near == {"step-20", "step-40", "step-60", "step-70"}
+    assert far == {"step-40", "step-70"}
+    assert "KeepIf" not in caplog.text
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_keep_near_that_fails_removes_nothing_and_fails_no_take(tmp_path, hosts, caplog, monkeypatch, full):
+    def refuse(step):
+        raise LookupError(f"no score for {step}")
+
+    with manager_of(tmp_path / "far", hosts("a"), keep_near=KeepIf(refuse), upload=1) as manager:
+        manager.take(10, state(10))
+        if full:
+            monkeypatch.setattr(type(manager._steps.joined), "free_bytes", lambda self: 0)
+        manager.take(20, state(20))
+        monkeypatch.undo()
+        manager.take(30, state(30))
+    near = {path.name for path in runs_in(hosts("a"))[0].glob("step-*")}
+    assert near >= {"step-10", "step-30"}
+    assert ("step-20" in near) == (not full)
+    assert "KeepIf.keep failed: LookupError: no score for 10" in caplog.text
+    with manager_of(tmp_path / "far", hosts("a")) as manager:
+        assert manager.steps() == [10, 20, 30]
 
 
 def test_upload_none_uploads_only_what_is_waited_for(tmp_path, hosts):
@@ -274,6 +328,33 @@ def test_keep_near_keeps_the_base_of_a_pinned_step(tmp_path, hosts):
                 manager.pin(20)
     [run] = runs_in(hosts("a"))
     assert {path.name for path in run.glob("step-*")} == {"step-10", "step-20", "step-40"}
+
+
+def test_keep_near_keeps_the_base_of_a_take_that_runs(tmp_path, hosts, monkeypatch):
+    layers = {"frozen": torch.nn.Linear(9, 9).requires_grad_(False), "trained": torch.nn.Linear(2, 2)}
+    app = {"model": torch.nn.ModuleDict(layers)}
+    reached, go_on = threading.Event(), threading.Event()
+    create = FileStorage.create
+
+    async def stall(self, path, size):
+        if "step-30" in str(self.url):
+            reached.set()
+            await asyncio.to_thread(go_on.wait, 300)
+        return await create(self, path, size)
+
+    monkeypatch.setattr(FileStorage, "create", stall)
+    with manager_of(tmp_path / "far", hosts("a"), keep_near=1, upload=1) as manager:
+        manager.take(10, app)
+        [run] = runs_in(hosts("a"))
+        until(lambda: manager.where(10)["far"] == "whole")
+        pending = manager.async_take(30, app, options=TakeOptions(base=f"near://{run}/step-10", only="trainable"))
+        assert reached.wait(300)
+        manager.take(20, app)
+        until(lambda: manager.where(20)["far"] == "whole")
+        manager._steps.near_cleaner.close()  # its removals are done
+        go_on.set()
+        pending.wait()
+    assert {path.name for path in run.glob("step-*")} >= {"step-10", "step-30"}
 
 
 def test_on_exception_saves_and_flushes(tmp_path, hosts):
