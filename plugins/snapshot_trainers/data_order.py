@@ -283,6 +283,11 @@ def order_of(loader: Any) -> DataOrder:
     return known if known is not None else DataOrder(loader)
 
 
+def is_tracked(loader: Any) -> bool:
+    """Return True if the order of a loader is tracked."""
+    return _ORDER in getattr(loader, "__dict__", {})
+
+
 class DataOrder:
     """The order of the samples of one `DataLoader`."""
 
@@ -349,6 +354,10 @@ class DataOrder:
                     f"the loader's dataset ended after {number} batches, and {count} were seen of it before"
                 ) from None
         self._resumed()
+
+    def end_epoch(self) -> None:
+        """End the epoch here: the loop does not ask for what may be left of it."""
+        self._epoch.finished = True
 
     def draw(self, inner: Any) -> Iterator[Any]:
         """Yield what the loader reads, and note it."""
