@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from snapshot.errors import SnapshotError
 from snapshot.events import log
-from snapshot_trainers.data_order import is_tracked, order_of
+from snapshot_trainers.data_order import is_tracked, order_of, walk_samplers
 from snapshot_trainers.torchdata import LoaderState
 
 _CURE = "or pass data_order=False to SnapshotCallback, and the epoch begins again in another order"
@@ -38,13 +38,14 @@ class FitLoaders:
         self._number = 0
         self._goes_on: list[bool] = []
         """For each loader, whether it goes on within the epoch."""
-        self._process = trainer.strategy.process_dataloader
-        trainer.strategy.process_dataloader = self._track
+        self._strategy = trainer.strategy
+        self._process = self._strategy.process_dataloader
+        self._strategy.process_dataloader = self._track
 
     def detach(self) -> None:
         """Leave the loaders that the trainer makes from now on alone."""
-        if getattr(self._trainer.strategy.process_dataloader, "__self__", None) is self:
-            self._trainer.strategy.process_dataloader = self._process
+        if vars(self._strategy).get("process_dataloader") == self._track:
+            del self._strategy.process_dataloader
 
     def begin(self) -> None:
         """Note that the trainer has made its loaders. Those that it makes later begin with an epoch."""
@@ -58,7 +59,8 @@ class FitLoaders:
         ended = bool(loop.epoch_loop.batch_progress.is_last_batch)
         ahead = bool(getattr(loop._data_fetcher, "batches", None))  # noqa: SLF001 - fetched, and not trained on yet
         states = [_place_of(each, ended=ended, ahead=ahead) for each in loop._combined_loader.flattened]  # noqa: SLF001
-        return {"ranks": self._trainer.world_size, "ended": ended, "loaders": states}
+        epoch = loop.epoch_progress.current.processed  # what samplers are told
+        return {"ranks": self._trainer.world_size, "epoch": epoch, "ended": ended, "loaders": states}
 
     def _track(self, loader: Any) -> Any:
         """Track a loader if it is one for training, and let it go on from its place."""
@@ -81,7 +83,7 @@ class FitLoaders:
         ended, world = saved["ended"], self._trainer.world_size
         held = saved["loaders"][number] if number < len(saved["loaders"]) else None
         if saved["ranks"] != world:
-            reason = f"the snapshot is that of {saved['ranks']} ranks, and now there are {world}"
+            reason = f"the number of ranks was {saved['ranks']}, and is {world} now"
         elif reason is None and held is None:
             reason = "the snapshot does not have its place"
         if reason is None:
@@ -97,6 +99,10 @@ class FitLoaders:
                         f"was saved, {_CURE}"
                     ) from error
                 reason = str(error)
+        if ended and isinstance(loader, DataLoader):
+            for each in walk_samplers(loader.batch_sampler or loader.sampler):
+                if callable(getattr(each, "set_epoch", None)):
+                    each.set_epoch(saved["epoch"] + 1)  # workers begin before Lightning tells it
         if reason is not None and not ended and self._trainer.is_global_zero:
             log.warning(
                 "training loader %d begins the epoch again, so samples may be trained on twice or not at all: %s",
