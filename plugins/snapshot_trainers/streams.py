@@ -15,6 +15,8 @@ from snapshot.events import log
 
 ELASTIC = ("global_next_index",)
 """Keys of the state of Grain's `ElasticIterator`, which is the same on all shards."""
+_MODE, _DIVIDED = "resume_mode", "elastic"
+"""What litData's state has if the samples that were left were divided anew in its epoch."""
 _WITH_ADDRESS = re.compile(rb" object at 0x[0-9a-f]+>")
 
 
@@ -61,27 +63,39 @@ class LitDataLoader:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
+        self._divided: int | None = None
+        """The epoch in which litData has divided the samples that were left."""
 
     def state_dict(self) -> Any:
         """Return litData's state."""
-        return copy.deepcopy(self._loader.state_dict())  # litData goes on to change it
+        state = copy.deepcopy(self._loader.state_dict())  # litData goes on to change it
+        if self._divided is not None and state["current_epoch"] == self._divided:
+            state["dataset"][_MODE] = _DIVIDED  # which litData itself forgets if it has workers
+        return state
 
     def load_state_dict(self, state: Any, replicas: int) -> None:
         """Go on from a state, and log how many samples litData reads again."""
-        saved, batch = state["dataset"], self._loader.batch_size
+        state = copy.deepcopy(state)
+        saved, self._divided = state["dataset"], None
         if _is_of_one(saved):
-            now = {"world_size": replicas, "num_workers": max(1, self._loader.num_workers), "batch_size": batch}
-            if any(saved[name] != value for name, value in now.items()):
+            if self._is_changed(saved, replicas):
                 self._expect_divisible(saved)
-                again = saved["sample_in_epoch"] % (replicas * batch)
+                self._divided = state["current_epoch"]
+                batch = replicas * self._loader.batch_size
+                again = saved["sample_in_epoch"] % batch
                 if again:
                     log.warning(
                         "litData goes on at a whole batch of all ranks, so %d samples that were seen are read again; "
-                        "take snapshots after a number of samples that %d can divide",
+                        "save after a number of samples that %d divides",
                         again,
-                        replicas * batch,
+                        batch,
                     )
-        self._loader.load_state_dict(copy.deepcopy(state))
+            elif saved.get(_MODE) == _DIVIDED:
+                self._divided = state["current_epoch"]
+                # The samples are divided anew from this place. litData would go on from where it divided them before,
+                # and not count in its next state what was seen since.
+                saved["num_samples_yielded"] = 0
+        self._loader.load_state_dict(state)
 
     def reshard(self, states: Sequence[Any], replicas: int) -> Any:
         """Return the state of one of other replicas than those that saved these states."""
@@ -98,10 +112,17 @@ class LitDataLoader:
         if saved["sample_in_epoch"] < sum(end - begin for begin, end in saved["region_of_interest"]):
             return first
         # All was seen: what litData would divide is an empty epoch, and this begins the next one.
-        dataset = {**saved, "world_size": replicas, "num_workers": max(1, self._loader.num_workers)}
-        dataset |= {"batch_size": self._loader.batch_size, "num_samples_yielded": 0, "sample_in_epoch": 0}
-        dataset.pop("resume_mode", None)
+        dataset = {**saved, **self._shape(replicas), "num_samples_yielded": 0, "sample_in_epoch": 0}
+        dataset.pop(_MODE, None)
         return {**first, "dataset": dataset, "num_samples_yielded": 0, "latest_worker_idx": -1}
+
+    def _shape(self, replicas: int) -> dict[str, int]:
+        """Return what litData's order of the samples depends on, beside the data."""
+        loader = self._loader
+        return {"world_size": replicas, "num_workers": max(1, loader.num_workers), "batch_size": loader.batch_size}
+
+    def _is_changed(self, saved: Mapping[str, Any], replicas: int) -> bool:
+        return any(saved[name] != value for name, value in self._shape(replicas).items())
 
     def _expect_divisible(self, saved: Mapping[str, Any]) -> None:
         """Raise unless litData can divide what is left."""

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from snapshot_trainers.data_order import DataOrder, is_strided, order_of
-from snapshot_trainers.streams import stream_of
+from snapshot_trainers.streams import LitDataLoader, stream_of
 
 VERSION, ORDER, STREAM = 1, 2, 3
 """Versions of the states of torchdata's loaders, of torch's, and of those that keep their place themselves."""
@@ -87,6 +87,8 @@ class LoaderState:
                 "loader must be a DataLoader, a StatefulDataLoader, or an iterator of Grain, such as iter(loader), got "
                 f"{type(loader).__name__}"
             )
+        if replica is not None and isinstance(self._stream, LitDataLoader):
+            raise ValueError("litData divides the data between all ranks itself; leave replica and replicas out")
         self.loader = loader
         owns = self._stream is not None or hasattr(loader, "state_dict")
         self._order: DataOrder | None = None if owns else order_of(loader)

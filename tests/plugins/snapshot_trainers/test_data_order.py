@@ -273,7 +273,7 @@ def test_data_order_refuses_batches_in_any_order():
 
 
 def test_data_order_refuses_what_is_no_loader():
-    with pytest.raises(TypeError, match="loader must be a DataLoader or a StatefulDataLoader, got list"):
+    with pytest.raises(TypeError, match=r"loader must be a DataLoader, a StatefulDataLoader, .* got list"):
         LoaderState([1, 2])
 
 
