@@ -260,12 +260,19 @@ def _track(loader: Any, order: DataOrder) -> None:
 def _make_tracked(kind: Any) -> Any:
     """Return the class of a tracked loader: a subclass of the one that it has, so `isinstance` stays true."""
 
+    def held_by(loader: Any) -> DataOrder:
+        if not is_tracked(loader):
+            raise SnapshotError(
+                f"a {kind.__name__} was made anew from one that a LoaderState tracks, and is not tracked itself; make "
+                "the LoaderState of the new one, or leave the loader to the callback of the framework that makes it"
+            )
+        return loader.__dict__[_ORDER]  # type: ignore[no-any-return]
+
     def index_sampler(self: Any) -> Any:
-        return _Indices(getattr(self, _ORDER), super(made, self)._index_sampler)
+        return _Indices(held_by(self), super(made, self)._index_sampler)
 
     def iterate(self: Any) -> Iterator[Any]:
-        order: DataOrder = getattr(self, _ORDER)
-        return order.iterate(super(made, self).__iter__)
+        return held_by(self).iterate(super(made, self).__iter__)
 
     def reduce(self: Any, _: Any) -> Any:
         # Copies and pickles have the loader's own class, and are not tracked.

@@ -132,10 +132,11 @@ class LitDataLoader:
                 f"litData's drop_last was {saved['drop_last']}, now {dataset.drop_last}: its default depends on the "
                 "number of ranks; pass drop_last to StreamingDataset or StreamingDataLoader, in each job"
             )
-        if getattr(getattr(dataset, "posix_fast", None), "window_shuffle", False):
+        if saved["shuffle"] and getattr(getattr(dataset, "posix_fast", None), "window_shuffle", False):
             raise ValueError(
-                "litData's window shuffle divides whole chunks only, and loses what is left of those that were begun; "
-                "restore with as many ranks, workers, and samples in a batch as before"
+                "litData divides whole chunks only in its window shuffle, which it uses on file systems such as NFS, "
+                "and would leave out the rest of those that were begun; set LITDATA_POSIX_FAST=0 in each job, "
+                "or restore with as many ranks, workers, and samples in a batch as before"
             )
 
 

@@ -2,8 +2,8 @@
 
 torch's `DataLoader` has no state. Its order and its place are those of its samplers (`data_order.py`). The state of
 torchdata's `StatefulDataLoader` counts what one replica has seen. So it means nothing on another number of replicas.
-`LoaderState` saves that number with it, and redistributes the state where this is exact. Nothing of torchdata is
-imported here.
+`LoaderState` saves that number with it, and redistributes the state where this is exact. Loaders of Grain and litData
+keep their place themselves (`streams.py`). Nothing of these libraries is imported here.
 """
 
 from __future__ import annotations

@@ -143,6 +143,14 @@ def test_litdata_loader_that_other_ranks_cannot_go_on_with_is_refused(tmp_path, 
     assert message in found
 
 
+def test_litdata_loader_with_a_window_shuffle_on_other_ranks_is_refused(tmp_path, data, monkeypatch):
+    monkeypatch.setenv("LITDATA_POSIX_FAST", "1")  # as on NFS; litData would leave out 3 samples of a chunk
+    fork_ranks(1, tmp_path, read, lambda: streamed(data), None, tmp_path / "s", 3)
+    found = fork_ranks(2, tmp_path, _refused, lambda: streamed(data), tmp_path / "s")
+    assert all("whole chunks only" in each and "LITDATA_POSIX_FAST=0" in each for each in found)
+    fork_ranks(1, tmp_path, read, lambda: streamed(data), tmp_path / "s", None, 1)
+
+
 def test_litdata_loader_has_the_replicas_of_litdata(data):
     with pytest.raises(ValueError, match="litData divides the data between all ranks itself"):
         LoaderState(streamed(data), replica=0, replicas=2)

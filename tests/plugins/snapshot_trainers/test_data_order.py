@@ -111,6 +111,15 @@ def test_data_order_leaves_the_loader_as_it_was():
     assert LoaderState(tracked).state_dict() == state.state_dict()  # there is one place
 
 
+def test_data_order_of_a_loader_that_was_made_anew_is_not_lost_in_silence():
+    """As trainers do, which put a sampler of theirs into it."""
+    tracked = shuffled()
+    LoaderState(tracked)
+    anew = type(tracked)(tracked.dataset, batch_size=4)
+    with pytest.raises(SnapshotError, match="a DataLoader was made anew from one that a LoaderState tracks"):
+        list(anew)
+
+
 def test_data_order_goes_on_with_another_global_generator_of_numpy():
     """Whose state is of another form than the default one's."""
     before = np.random.get_bit_generator()
