@@ -122,6 +122,8 @@ def walk_samplers(sampler: Any) -> list[Any]:
             continue
         found.append(each)
         left += [getattr(each, name, None) for name in ("batch_sampler", "sampler")]
+        if isinstance(each, DistributedSampler):
+            left.append(getattr(each.dataset, "_sampler", None))  # Lightning's wrapper divides what a sampler gave
     return found
 
 

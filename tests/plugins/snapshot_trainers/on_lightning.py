@@ -199,11 +199,18 @@ def validated(**options):
     return shuffled(**options), torch.utils.data.DataLoader(range(4), batch_size=2)
 
 
+def weighted():
+    generator = torch.Generator().manual_seed(3)
+    sampler = torch.utils.data.WeightedRandomSampler([1.0] * 22, 22, replacement=False, generator=generator)
+    return shuffled(shuffle=False, sampler=sampler)
+
+
 WITHIN = {
     # how the loaders are made, options of the trainer, the batches of an epoch on one rank and on two
     "plain": (shuffled, {}, (11, 6)),
     "workers": (partial(shuffled, num_workers=1), {}, (11, 6)),
     "limit": (shuffled, {"limit_train_batches": 5}, (5, 5)),
+    "weighted": (weighted, {}, (11, 6)),
     "validated": (validated, {"val_check_interval": 2}, (11, 6)),
     "accumulated": (shuffled, {"accumulate_grad_batches": 2}, (6, 3)),
 }
@@ -222,7 +229,7 @@ def _within(name, folder, **more):
 def _within_on_ranks(folder):
     os.environ |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test", "MASTER_PORT": "1"}
     options = {"strategy": "ddp", "devices": 2, "num_nodes": 1}
-    return {name: _within(name, folder, **options) for name in ("plain", "workers", "accumulated")}
+    return {name: _within(name, folder, **options) for name in ("plain", "workers", "weighted", "accumulated")}
 
 
 def test_lightning_ddp_within_an_epoch_goes_on_with_the_next_batch(tmp_path):
