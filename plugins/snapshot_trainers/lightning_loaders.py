@@ -70,6 +70,8 @@ class FitLoaders:
         if self._read is not None and not self._number:
             self._saved = self._read()
         number, self._number = self._number, self._number + 1
+        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+            return loader  # Lightning saves its state
         reason = _why_not(loader)
         if reason is None and not is_tracked(loader):
             loader = _copied(loader)
@@ -116,8 +118,6 @@ def _why_not(loader: Any) -> str | None:
     """Return why the place of a loader is not kept; None if it is."""
     if not isinstance(loader, DataLoader):
         return f"{type(loader).__name__} is not a DataLoader of torch"
-    if hasattr(loader, "state_dict"):
-        return f"{type(loader).__name__} has a state of its own, which Lightning saves"
     if isinstance(loader.dataset, IterableDataset):
         return "its dataset is iterable; give the loader state_dict() and load_state_dict(), as StatefulDataLoader has"
     if not getattr(loader, "in_order", True):

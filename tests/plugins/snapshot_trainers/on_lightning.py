@@ -716,6 +716,32 @@ def test_lightning_loader_without_a_known_place_begins_the_epoch_again_with_a_wa
     assert "its dataset is iterable" in caplog.text
 
 
+class Keeping(torch.utils.data.DataLoader):
+    """A loader that keeps its place itself."""
+
+    place = skipped = 0
+
+    def __iter__(self):
+        skipped, self.skipped = self.skipped, 0
+        for number, batch in enumerate(super().__iter__()):
+            if number >= skipped:
+                self.place = number + 1
+                yield batch
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.skipped = state["place"]
+
+
+def test_lightning_loader_with_a_state_is_left_to_lightning(tmp_path, caplog):
+    runs = Noted(tmp_path, lambda: Keeping(range(22), batch_size=2))
+    noted = runs.run("run", 13) + runs.run("run", 20, 13)
+    assert [batch[""][0] for _, batch, _ in noted] == [*range(0, 22, 2), *range(0, 18, 2)]
+    assert "again" not in caplog.text
+
+
 def test_lightning_trainer_is_left_as_it_was_after_a_fit(tmp_path):
     for fails in (False, True):
         callback, model, loader = SnapshotCallback(tmp_path, every_n_steps=1), Noting(), shuffled()
