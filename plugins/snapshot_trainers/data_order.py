@@ -313,6 +313,10 @@ class DataOrder:
         self._past: list[Sum] = []
         self._waiting: State | None = None
         """A state that was loaded, until the next epoch begins from it."""
+        self._follows = False
+        """True if a state was loaded from the end of an epoch, until the next one begins."""
+        self._before: tuple[State, torch.Tensor | None] | None = None
+        """The global random numbers and those of the loader before workers were started again."""
         _track(loader, self)
 
     @property
@@ -327,7 +331,8 @@ class DataOrder:
         resumed = self._waiting
         if resumed is None:
             self._close_epoch()
-            return _Counted(begin(), self._epoch)
+            with self._workers_kept():
+                return _Counted(begin(), self._epoch)
         self._epoch = epoch = _Epoch.from_state(resumed)
         # An epoch that is resumed has begun before: its start must not draw the numbers of the application again. A
         # generator that the samplers share with the loader is set when they begin.
@@ -341,6 +346,18 @@ class DataOrder:
         if state is not None:
             own.set_state(state)
         return _Counted(inner, epoch)
+
+    @contextmanager
+    def _workers_kept(self) -> Iterator[None]:
+        """Let workers that persist start without a draw, after a restore: they drew their seed in an earlier epoch."""
+        loader = self.loader
+        if self._follows and loader.num_workers and loader.persistent_workers:
+            self._before = _read_globals(), None if loader.generator is None else loader.generator.get_state()
+        self._follows = False
+        try:
+            yield
+        finally:
+            self._before = None
 
     def _close_epoch(self) -> None:
         """Note what the last epoch had, and begin another one."""
@@ -370,6 +387,10 @@ class DataOrder:
 
     def draw(self, inner: Any) -> Iterator[Any]:
         """Yield what the loader reads, and note it."""
+        if self._before is not None:
+            _write_globals(self._before[0])
+            if self._before[1] is not None:
+                self.loader.generator.set_state(self._before[1])
         if self._streams:
             return iter(inner)
         epoch = self._epoch
@@ -553,6 +574,7 @@ class DataOrder:
         self._past = [Sum.decode(past[at : at + RECORD]) for at in range(0, len(past), RECORD)]
         self._epoch = _Epoch(state["epoch"])
         self._waiting = None if state["between"] else dict(state)
+        self._follows = bool(state["between"] and state["epoch"])
         if state["now"] is not None:
             _write_samplers(self.samplers, state["now"], everywhere=state["moved"])
 
