@@ -137,6 +137,8 @@ def walk_samplers(sampler: Any) -> list[Any]:
             continue
         found.append(each)
         left += [getattr(each, name, None) for name in ("batch_sampler", "sampler")]
+        if isinstance(each, DistributedSampler):
+            left.append(getattr(each.dataset, "_sampler", None))  # Lightning's wrapper divides what a sampler gave
     return found
 
 
@@ -314,16 +316,13 @@ def _track(loader: Any, order: DataOrder, within: Any) -> None:
     """Let a loader tell what it draws and what the loop gets. `within`: the loader of torch in a prepared one."""
 
     def index_sampler(self: Any) -> Any:
-        order: DataOrder = getattr(self, _ORDER)
-        return _Indices(order, super(type(self), self)._index_sampler)
+        return _Indices(_order_held(self), _kind_of(self)._index_sampler.__get__(self))  # noqa: SLF001
 
     def iterate(self: Any) -> Iterator[Any]:
-        order: DataOrder = getattr(self, _ORDER)
-        return order.iterate(super(type(self), self).__iter__)
+        return _order_held(self).iterate(lambda: _kind_of(self).__iter__(self))
 
     def begin(self: Any) -> Iterator[Any]:
-        order: DataOrder = getattr(self, _ORDER)
-        return order.begin_within(super(type(self), self).__iter__)
+        return _order_held(self).begin_within(lambda: _kind_of(self).__iter__(self))
 
     drawn = {"_index_sampler": property(index_sampler)}
     if within is loader:
@@ -338,6 +337,21 @@ def _track(loader: Any, order: DataOrder, within: Any) -> None:
         held._index_sampler = within._index_sampler  # noqa: SLF001 - nothing else names it
 
 
+def _kind_of(value: Any) -> Any:
+    """Return the class that an object had before it was tracked."""
+    return type(value)._snapshot_kind  # noqa: SLF001 - `_change_class` set it
+
+
+def _order_held(loader: Any) -> DataOrder:
+    """Return the order of a loader whose class is tracked."""
+    if not is_tracked(loader):
+        raise SnapshotError(
+            f"a {type(loader).__name__} was made anew from one that a LoaderState tracks, and is not tracked itself; "
+            "make the LoaderState of the new one, or leave the loader to the callback of the framework that makes it"
+        )
+    return loader.__dict__[_ORDER]  # type: ignore[no-any-return]
+
+
 def _change_class(value: Any, order: DataOrder, methods: Mapping[str, Any]) -> None:
     """Let the class of an object be a subclass of the one that it has, so `isinstance` stays true."""
     kind: Any = type(value)
@@ -349,25 +363,24 @@ def _change_class(value: Any, order: DataOrder, methods: Mapping[str, Any]) -> N
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     value.__dict__[_ORDER] = order
     # A prepared loader has `__class__` as a property, and says that it is one of torch.
-    object.__dict__["__class__"].__set__(
-        value, type(kind.__name__, (kind,), {**names, **methods, "__reduce_ex__": reduce})
-    )
+    made = type(kind.__name__, (kind,), {**names, **methods, "__reduce_ex__": reduce, "_snapshot_kind": kind})
+    object.__dict__["__class__"].__set__(value, made)
 
 
 def _guard(batch_sampler: Any, order: DataOrder) -> None:
     """Let a batch sampler raise if another loader reads it while its own is to go on after a restore."""
 
     def iterate(self: Any) -> Iterator[Any]:
-        order: DataOrder = getattr(self, _ORDER)
-        order.expect_own_reader()
-        return super(type(self), self).__iter__()  # type: ignore[no-any-return]
+        if is_tracked(self):
+            _order_held(self).expect_own_reader()
+        return _kind_of(self).__iter__(self)  # type: ignore[no-any-return]
 
     _change_class(batch_sampler, order, {"__iter__": iterate})
 
 
 def is_tracked(loader: Any) -> bool:
     """Return True if a loader has an order already."""
-    return _ORDER in loader.__dict__
+    return _ORDER in getattr(loader, "__dict__", {})
 
 
 def order_of(loader: Any) -> DataOrder:
@@ -406,6 +419,10 @@ class DataOrder:
         """Numbers of past epochs -> the samples that were seen once more to even out their last batches."""
         self._waiting: State | None = None
         """A state that was loaded, until the next epoch begins from it."""
+        self._follows = False
+        """True if a state was loaded from the end of an epoch, until the next one begins."""
+        self._before: tuple[State, torch.Tensor | None] | None = None
+        """The global random numbers and those of the loader before workers were started again."""
         self._reads = False
         self._globals: dict[str, Any] = {}
         _track(loader, self, within)
@@ -444,7 +461,10 @@ class DataOrder:
         resumed = self._waiting
         if resumed is None:
             self._close_epoch()
-            return _Counted(begin(), self._epoch)
+            if self._prepared:
+                return _Counted(begin(), self._epoch)
+            with self._workers_kept():
+                return _Counted(begin(), self._epoch)
         self._epoch = epoch = _Epoch.from_state(resumed, self._epoch.each)
         return _Counted(self._go_on(begin()) if self._prepared else self._resume(begin, epoch), epoch)
 
@@ -484,7 +504,8 @@ class DataOrder:
         """Begin an epoch of the loader of torch in a prepared one."""
         epoch = self._epoch
         if not epoch.resumes:
-            return begin()
+            with self._workers_kept():
+                return begin()
         inner = self._resume(begin, epoch)
         # The batch that comes next was drawn before, too, since a prepared loader reads one ahead.
         first = [] if self._silent else list(islice(inner, 1))
@@ -494,6 +515,18 @@ class DataOrder:
         if epoch.divided.samples and outer.remainder >= 0:
             outer.remainder = (len(self.loader.dataset) - epoch.divided.samples) % outer.total_batch_size
         return chain(first, inner)
+
+    @contextmanager
+    def _workers_kept(self) -> Iterator[None]:
+        """Let workers that persist start without a draw, after a restore: they drew their seed in an earlier epoch."""
+        loader = self.loader
+        if self._follows and loader.num_workers and loader.persistent_workers:
+            self._before = _read_globals(), None if loader.generator is None else loader.generator.get_state()
+        self._follows = False
+        try:
+            yield
+        finally:
+            self._before = None
 
     def _close_epoch(self) -> None:
         """Note what the last epoch had, and begin another one."""
@@ -538,8 +571,16 @@ class DataOrder:
         finally:
             self._reads = False
 
+    def end_epoch(self) -> None:
+        """End the epoch here: the loop does not ask for what may be left of it."""
+        self._epoch.finished = True
+
     def draw(self, inner: Any) -> Iterator[Any]:
         """Yield what the loader reads, and note it."""
+        if self._before is not None:
+            _write_globals(self._before[0])
+            if self._before[1] is not None:
+                self.loader.generator.set_state(self._before[1])
         if self._streams or self._silent:
             return self._begin(inner)
         epoch = self._epoch
@@ -840,6 +881,7 @@ class DataOrder:
         if self._prepared:
             self._outer.iteration = state["iteration"]
         self._waiting = None if state["between"] else dict(state)
+        self._follows = bool(state["between"] and state["epoch"])
         if state["now"] is not None:
             _write_samplers(self.samplers, state["now"], everywhere=state["moved"])
 

@@ -35,9 +35,12 @@ from snapshot.manifest.document import OWN_FORMATS
 from snapshot.save.take_options import TAKE_OPTIONS, TakeOptions
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.state.rng import RNGState
+from snapshot_trainers.lightning_loaders import FitLoaders
 
 KEY = "lightning"
 """Key in a snapshot's metadata for the description of Lightning's checkpoint."""
+LOADERS = "loaders"
+"""Key in a snapshot for the places of the training loaders."""
 STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 """Strategies in which every rank has the whole model."""
 _LIBRARIES = ("lightning.pytorch", "pytorch_lightning")
@@ -228,8 +231,11 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
         trainer.fit(model, ckpt_path=callback.latest())
 
     Snapshots are in `<folder>/step-<global step>`, and are atomic. The callback works on one device and with
-    `DDPStrategy`. A state that is missing from Lightning's checkpoint cannot be resumed: for example, the position of a
-    dataloader within an epoch, unless it has `state_dict()` and `load_state_dict()`.
+    `DDPStrategy`.
+
+    The training loaders go on with the next batch of the epoch, in the same order, if they are `DataLoader`s of torch
+    with map-style datasets, and the number of ranks is the same. Else a warning is logged, and the epoch begins again
+    in another order, as in Lightning itself. Loaders with a `state_dict()` are left to Lightning.
 
     Args:
         folder: A folder that all ranks share, or a URL.
@@ -238,6 +244,8 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
         keep: Number of snapshots to keep, or a policy; all by default. Others are removed when a newer one is
             committed, as by a `SnapshotManager`, so pinned ones stay. Snapshots in other folders, which a run was
             resumed from, are not removed. `KeepBest` reads `trainer.callback_metrics`.
+        data_order: Keep the places of the training loaders in their epochs. A restore into loaders with another order
+            is an error then.
         storage_options: Options for the storage plugin.
         options: More options of the takes: `TakeOptions(worker="process")`.
     """
@@ -249,6 +257,7 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
         every_n_steps: int | None = None,
         every_n_seconds: float | None = None,
         keep: Policy | int | None = None,
+        data_order: bool = True,
         storage_options: Mapping[str, Any] | None = None,
         options: TakeOptions = TAKE_OPTIONS,
     ) -> None:
@@ -258,6 +267,8 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
         self._every = every_n_steps
         self._seconds = every_n_seconds
         self._keep = checked_policy(keep)
+        self._data_order = data_order
+        self._loaders: FitLoaders | None = None
         self._root = Root(URL.parse(self.folder), storage_options)
         self._storage_options = storage_options
         self._options = options
@@ -296,6 +307,14 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
                 "SnapshotCallback: only SnapshotCheckpointIO can read its snapshots; use "
                 "Trainer(plugins=[SnapshotCheckpointIO()])"
             )
+        if self._loaders is not None:
+            self._loaders.detach()  # an earlier fit raised
+        self._loaders = FitLoaders(trainer, partial(self._read_loaders, trainer)) if self._data_order else None
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Leave the loaders of the trainer alone."""
+        if self._loaders is not None:
+            self._loaders.detach()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the list that `keep` applies to, so that a resumed run continues it."""
@@ -311,19 +330,19 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
         """Restore the random numbers of an epoch's beginning here: iterators draw from them before training starts."""
         self._saved_at = time.monotonic()
         self._saved_step = self._seen_step = trainer.global_step
-        if trainer.ckpt_path is not None:
-            snapshot = Snapshot(trainer.ckpt_path, storage_options=self._storage_options)
-            told = snapshot.metadata.metadata.get(KEY, {}) if _is_ours(snapshot) else {}
-            if "in_epoch" in told:
-                self._resumed = snapshot
-                self._saved_step = self._seen_step = told["step"]
-                self._remember(os.fspath(trainer.ckpt_path))
-                if not told["in_epoch"]:
-                    self._restore_random_numbers()
+        snapshot, told = self._source(trainer)
+        if "in_epoch" in told:
+            self._resumed = snapshot
+            self._saved_step = self._seen_step = told["step"]
+            self._remember(os.fspath(trainer.ckpt_path))
+            if not told["in_epoch"]:
+                self._restore_random_numbers()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Restore the random numbers of the middle of an epoch here, since the next draw is for a batch."""
         self._restore_random_numbers()
+        if self._loaders is not None:
+            self._loaders.begin()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save if a snapshot is due."""
@@ -339,9 +358,13 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
         if several and replicated is None:
             replicated = ["state_dict", "optimizer_states"]
         noted = {KEY: {"keys": list(checkpoint), "in_epoch": in_epoch, "step": step}}
+        own: dict[str, Any] = {"rng": RNGState()}
+        if self._loaders is not None:
+            own[LOADERS] = Given(self._loaders.state_dict(), _ADVICE)
+            noted[KEY][LOADERS] = True
         self._pending = Snapshot.async_take(
             f"{self.folder}/step-{step}",
-            {**_app_state(checkpoint), "rng": RNGState()},
+            {**_app_state(checkpoint), **own},
             replicated=replicated,
             storage_options=self._storage_options,
             overwrite=True,
@@ -408,6 +431,22 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
         own = f"{self.folder}/{path.rstrip('/').rpartition('/')[2]}"
         if URL.parse(own) == URL.parse(path):
             self._written = [*(each for each in self._written if each != own), own]
+
+    def _source(self, trainer: Any) -> tuple[Snapshot | None, Mapping[str, Any]]:
+        """Return the snapshot that the trainer resumes from, and what its metadata tells."""
+        if trainer.ckpt_path is None:
+            return None, {}
+        snapshot = Snapshot(trainer.ckpt_path, storage_options=self._storage_options)
+        return snapshot, snapshot.metadata.metadata.get(KEY, {}) if _is_ours(snapshot) else {}
+
+    def _read_loaders(self, trainer: Any) -> Mapping[str, Any] | None:
+        """Return the places of this rank's loaders in the snapshot that the trainer resumes from."""
+        snapshot, told = self._source(trainer)
+        if snapshot is None or not told.get(LOADERS):
+            return None
+        same = snapshot.metadata.world_size == trainer.world_size
+        places: Mapping[str, Any] = snapshot.get_state_dict_for_key(LOADERS, replicate_from_rank0=not same)
+        return places
 
     def _restore_random_numbers(self) -> None:
         snapshot, self._resumed = self._resumed, None

@@ -2,8 +2,8 @@
 
 torch's `DataLoader` has no state. Its order and its place are those of its samplers (`data_order.py`). The state of
 torchdata's `StatefulDataLoader` counts what one replica has seen. So it means nothing on another number of replicas.
-`LoaderState` saves that number with it, and redistributes the state where this is exact. Nothing of torchdata is
-imported here.
+`LoaderState` saves that number with it, and redistributes the state where this is exact. Loaders of Grain and litData
+keep their place themselves (`streams.py`). Nothing of these libraries is imported here.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from torch.utils.data.distributed import DistributedSampler
 
 from snapshot_trainers.data_order import DataOrder, is_strided, order_of
 from snapshot_trainers.prepared import is_prepared
+from snapshot_trainers.streams import LitDataLoader, stream_of
 
-VERSION, ORDER = 1, 2
-"""Versions of the states of torchdata's loaders, and of torch's."""
+VERSION, ORDER, STREAM = 1, 2, 3
+"""Versions of the states of torchdata's loaders, of torch's, and of those that keep their place themselves."""
 REMAINDERS = ("raise", "repeat", "skip")
 EACH_STEP = "the loader must save its state at each step: snapshot_every_n_steps=1, its default"
 _YIELDED = "yielded"
@@ -52,6 +53,9 @@ class LoaderState:
       of all shards, and returns the state of one. Each worker of a replica is a shard, in order, replica after replica.
     - Anything else raises before the restore touches anything, such as Hugging Face's `IterableDataset`.
 
+    **An iterator of Grain, and a `StreamingDataLoader` of litData**, continue on the same number of replicas. On
+    another one, those of Grain's `ElasticIterator` and of litData's `StreamingDataset` continue, too.
+
     A restore also sets the epoch of a distributed sampler.
 
     Args:
@@ -78,11 +82,20 @@ class LoaderState:
             raise ValueError(f"replica must be from 0 to {replicas - 1}, got {replica}")
         if remainder not in REMAINDERS:
             raise ValueError(f"remainder must be one of {', '.join(map(repr, REMAINDERS))}, got {remainder!r}")
-        plain = is_prepared(loader) or not hasattr(loader, "state_dict")
-        if plain and not isinstance(loader, DataLoader):
-            raise TypeError(f"loader must be a DataLoader or a StatefulDataLoader, got {type(loader).__name__}")
+        prepared = is_prepared(loader)
+        self._stream = None if prepared else stream_of(loader)
+        if self._stream is None and not hasattr(loader, "state_dict") and not isinstance(loader, DataLoader):
+            raise TypeError(
+                "loader must be a DataLoader, a StatefulDataLoader, or an iterator of Grain, such as iter(loader), got "
+                f"{type(loader).__name__}"
+            )
+        if replica is not None and isinstance(self._stream, LitDataLoader):
+            raise ValueError("litData divides the data between all ranks itself; leave replica and replicas out")
         self.loader = loader
-        self._order: DataOrder | None = order_of(loader) if plain else None
+        owns = not prepared and (self._stream is not None or hasattr(loader, "state_dict"))
+        self._order: DataOrder | None = None if owns else order_of(loader)
+        self._kind = None if self._stream is None else self._stream.kind
+        self._version = ORDER if self._order is not None else VERSION if self._stream is None else STREAM
         self._given = None
         self._remainder = remainder
         sampler = self._sampler()
@@ -106,6 +119,8 @@ class LoaderState:
         if self._order is not None:
             replica, replicas = self._place()
             return {"version": ORDER, "replica": replica, "replicas": replicas, "order": self._order.state_dict()}
+        if self._stream is not None:
+            return self._streamed(self._stream.state_dict())
         loader = self.loader.state_dict()
         if self._sampler() is not None:
             loader = _with_true_place(loader, finished=bool(loader["_iterator_finished"]))
@@ -113,7 +128,7 @@ class LoaderState:
 
     def load_state_dict(self, state: State) -> None:
         """Load a state of this replica."""
-        _expect_ours(state, VERSION if self._order is None else ORDER)
+        _expect_ours(state, self._version, self._kind)
         place = state["replica"], state["replicas"]
         if place != self._place():
             raise ValueError(
@@ -123,6 +138,9 @@ class LoaderState:
         if self._order is not None:
             self._order.load_state_dict(state["order"])
             return
+        if self._stream is not None:
+            self._stream.load_state_dict(state["stream"], state["replicas"])
+            return
         self.loader.load_state_dict(self._fit_workers(state))
         sampler = self._sampler()
         if sampler is not None and state["sampler"] is not None:
@@ -131,12 +149,14 @@ class LoaderState:
     def reshard_state_dict(self, states: Sequence[Any], rank: int, world: int) -> dict[str, Any]:
         """Return the state of this replica, from the states of all ranks."""
         replica, replicas = self._place()
-        found = _by_replica(states, VERSION if self._order is None else ORDER)
+        found = _by_replica(states, self._version, self._kind)
         if len(found) == replicas:
             return dict(found[replica])
         if self._order is not None:
             order = self._order.reshard([each["order"] for each in found], replica, replicas)
             return {"version": ORDER, "replica": replica, "replicas": replicas, "order": order}
+        if self._stream is not None:
+            return self._streamed(self._stream.reshard([each["stream"] for each in found], replicas))
         sampler = found[0]["sampler"]
         if self._describe()["sampler"] is not None and sampler is not None:
             loaded = self._divide(found, replicas)
@@ -149,6 +169,17 @@ class LoaderState:
                 f"rank, world); or restore with {len(found)} replicas, or exclude the loader to begin a new epoch"
             )
         return {**self._describe(), "sampler": sampler, "loader": loaded}
+
+    def _streamed(self, state: Any) -> dict[str, Any]:
+        """Return the state of a loader that keeps its place itself, with what it depends on."""
+        replica, replicas = self._place()
+        return {
+            "version": STREAM,
+            "kind": self._kind,
+            "replica": replica,
+            "replicas": replicas,
+            "stream": state,
+        }
 
     def _fit_workers(self, state: State) -> State:
         """Return the loader's state for as many workers as it has now."""
@@ -196,7 +227,7 @@ class LoaderState:
     def _sampler(self) -> DistributedSampler[Any] | None:
         if self._order is not None:
             return self._order.sampler
-        found = self.loader.sampler
+        found = None if self._stream is not None else self.loader.sampler
         return found if isinstance(found, DistributedSampler) else None
 
     def _describe(self) -> dict[str, Any]:
@@ -320,13 +351,13 @@ class LoaderState:
 # States that were saved
 
 
-def _expect_ours(state: Any, version: int) -> None:
+def _expect_ours(state: Any, version: int, kind: str | None = None) -> None:
     found = state.get("version") if isinstance(state, Mapping) else None
-    if found in (VERSION, ORDER) and found != version:
-        kinds = {VERSION: "a StatefulDataLoader", ORDER: "a DataLoader"}
+    kinds = {VERSION: "a StatefulDataLoader", ORDER: "a DataLoader", STREAM: "an iterator of Grain"}
+    if found in kinds and (found != version or state.get("kind") != kind):
         raise ValueError(
-            f"the state is that of {kinds[found]}, and the loader is {kinds[version]}; restore with a loader of the "
-            "same class, or exclude it to begin a new epoch"
+            f"the state is that of {state.get('kind') or kinds[found]}, and the loader is {kind or kinds[version]}; "
+            "restore with a loader of the same class, or exclude it to begin a new epoch"
         )
     if found != version:
         raise ValueError(
@@ -335,13 +366,13 @@ def _expect_ours(state: Any, version: int) -> None:
         )
 
 
-def _by_replica(states: Sequence[Any], version: int) -> list[State]:
+def _by_replica(states: Sequence[Any], version: int, kind: str | None) -> list[State]:
     """Return the state of each replica. Ranks that read the same data have the same one."""
     found: dict[int, State] = {}
     for rank, state in enumerate(states):
         if state is None:
             continue
-        _expect_ours(state, version)
+        _expect_ours(state, version, kind)
         known = found.setdefault(state["replica"], state)
         if _place_of(known) != _place_of(state):
             raise ValueError(
@@ -354,8 +385,10 @@ def _by_replica(states: Sequence[Any], version: int) -> list[State]:
     return [found[number] for number in sorted(found)]
 
 
-def _place_of(state: State) -> tuple[int, ...]:
-    """Return a number that grows with each batch."""
+def _place_of(state: State) -> tuple[Any, ...]:
+    """Return what grows with each batch."""
+    if "stream" in state:
+        return (state["stream"],)
     if "order" in state:
         return state["order"]["epoch"], state["order"]["batches"]
     return (_count_batches(state["loader"]),)

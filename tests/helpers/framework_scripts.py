@@ -19,6 +19,8 @@ NEEDED = {
     "on_composer.py": ("composer", "mosaicml-0.32.1"),
     "on_transformers_fsdp.py": ("transformers", None),
     "on_accelerate.py": ("accelerate", None),
+    "on_grain.py": ("grain", "grain-0.2.18"),
+    "on_litdata.py": ("litdata", "litdata-0.2.76"),
 }
 """Script -> the module that it needs, and the folder with it in the cache, if it is not one of the usual packages."""
 

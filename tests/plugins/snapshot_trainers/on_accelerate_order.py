@@ -108,7 +108,7 @@ def test_accelerate_loops_go_on_with_each_sample_once(tmp_path, kind, world):
 
 def test_accelerate_loops_are_as_without_their_places():
     assert os.environ.get("WORLD_SIZE") is None
-    accelerator, loader = prepared("default")
+    _, loader = prepared("default")
     torch.manual_seed(3)
     found = train(loader)
     AcceleratorState._reset_state(reset_partial_state=True)

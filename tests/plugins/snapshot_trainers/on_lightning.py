@@ -9,6 +9,7 @@ import signal
 import sys
 import warnings
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,9 @@ from tests.helpers.forked_ranks import die_at, fork_ranks, kill_fork, kill_ranks
 from tests.helpers.states import expect_equal
 
 pytestmark = [pytest.mark.filterwarnings("ignore:" + text) for text in (
-    "The 'train_dataloader' does not have many workers",
+    "The '.*_dataloader' does not have many workers",
+    "Your `val_dataloader`'s sampler has shuffling enabled",
+    "You defined a `validation_step` but have no `val_dataloader`",
     "You're resuming from a checkpoint that ended",
     ".*isinstance.treespec, LeafSpec.*",
     "The number of training batches",
@@ -105,7 +108,7 @@ def test_lightning_ddp_resumes_exactly_with_random_numbers_per_rank(tmp_path):
     assert one != other
     snapshot = Snapshot(tmp_path / "broken" / "step-20")
     assert snapshot.verify()
-    assert {path.split("/")[1] for path in snapshot.get_manifest() if path.startswith("1/")} == {"rng"}
+    assert {path.split("/")[1] for path in snapshot.get_manifest() if path.startswith("1/")} == {"rng", "loaders"}
     assert Snapshot(tmp_path / "alone").metadata.world_size == 1
 
 
@@ -136,6 +139,117 @@ def test_lightning_rank_killed_resumes_from_the_snapshot_before(tmp_path):
     assert fork_ranks(2, tmp_path, _ranks, folder, 15) == [each[5:] for each in whole]
     assert steps_in(folder) == ["step-10", "step-15"]
     assert not list(folder.rglob(".take-*"))
+
+
+class Noting(pl.LightningModule):
+    """A model that notes the batches that it is trained on, and a random number in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.noted = []
+
+    def training_step(self, batch):
+        batches = batch if isinstance(batch, dict) else {"": batch}
+        drawn = torch.rand(()).item()
+        self.noted.append((self.current_epoch, {name: each.tolist() for name, each in batches.items()}, drawn))
+        return self.layer(next(iter(batches.values())).float().view(-1, 1) / 100).sum()
+
+    def validation_step(self, batch):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def shuffled(**options):
+    return torch.utils.data.DataLoader(range(22), **{"batch_size": 2, "shuffle": True, **options})
+
+
+class Noted:
+    """Runs that note their batches, in a folder."""
+
+    def __init__(self, folder, make=shuffled, **options):
+        self.folder, self.make = folder, make
+        self.options = {"max_epochs": -1, "enable_checkpointing": False, **QUIET, **options}
+
+    def run(self, name, steps, resumed=None, **options):
+        """Train up to a step, save there, and return what was noted."""
+        torch.manual_seed(0)
+        callback = SnapshotCallback(self.folder / name, every_n_steps=steps, **options)
+        model, trainer = Noting(), pl.Trainer(
+            max_steps=steps, callbacks=[callback], plugins=[SnapshotCheckpointIO()], **self.options
+        )  # fmt: skip
+        loaders = self.make()
+        loaders = loaders if isinstance(loaders, tuple) else (loaders, None)
+        trainer.fit(model, *loaders, ckpt_path=resumed and self.folder / name / f"step-{resumed}")
+        return model.noted
+
+    def expect_exact(self, *steps):
+        """Expect a run that was interrupted at all steps but the last to be the same as one that was not."""
+        resumed, noted = None, []
+        for each in steps:
+            noted += self.run("broken", each, resumed)
+            resumed = each
+        assert noted == self.run("whole", steps[-1])
+        return noted
+
+
+def validated(**options):
+    return shuffled(**options), torch.utils.data.DataLoader(range(4), batch_size=2)
+
+
+def weighted():
+    generator = torch.Generator().manual_seed(3)
+    sampler = torch.utils.data.WeightedRandomSampler([1.0] * 22, 22, replacement=False, generator=generator)
+    return shuffled(shuffle=False, sampler=sampler)
+
+
+WITHIN = {
+    # how the loaders are made, options of the trainer, the batches of an epoch on one rank and on two
+    "plain": (shuffled, {}, (11, 6)),
+    "workers": (partial(shuffled, num_workers=1), {}, (11, 6)),
+    "limit": (shuffled, {"limit_train_batches": 5}, (5, 5)),
+    "weighted": (weighted, {}, (11, 6)),
+    "validated": (validated, {"val_check_interval": 2}, (11, 6)),
+    "accumulated": (shuffled, {"accumulate_grad_batches": 2}, (6, 3)),
+}
+
+
+def _within(name, folder, **more):
+    make, options, batches = WITHIN[name]
+    epoch = batches["devices" in more]
+    # in the second epoch, once more in it, in the third one, at its end, and in the fifth one
+    steps = (epoch + 1, epoch + 2, 2 * epoch + 1, 3 * epoch, 4 * epoch + 2)
+    if name == "validated" or "devices" in more:
+        steps = steps[1:4] if name == "workers" else steps[:3]
+    return Noted(folder / name, make, **options, **more).expect_exact(*steps)
+
+
+def _within_on_ranks(folder):
+    os.environ |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test", "MASTER_PORT": "1"}
+    options = {"strategy": "ddp", "devices": 2, "num_nodes": 1}
+    return {name: _within(name, folder, **options) for name in ("plain", "workers", "weighted", "accumulated")}
+
+
+def test_lightning_ddp_within_an_epoch_goes_on_with_the_next_batch(tmp_path):
+    one, other = fork_ranks(2, tmp_path, _within_on_ranks, tmp_path)
+    for name, noted in one.items():
+        first = [sample for epoch, batch, _ in [*noted, *other[name]] if epoch == 0 for sample in batch[""]]
+        assert sorted(first) == list(range(22)), name
+
+
+def _save_on_ranks(folder, steps, resumed=None):
+    os.environ |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test", "MASTER_PORT": "1"}
+    shuffled_alone = {"strategy": "ddp", "devices": 2, "num_nodes": 1, "use_distributed_sampler": False}
+    return Noted(folder, **shuffled_alone).run("ranks", steps, resumed)
+
+
+def test_lightning_other_ranks_begin_the_epoch_again_with_a_warning(tmp_path, caplog):
+    fork_ranks(2, tmp_path, _save_on_ranks, tmp_path, 13)
+    Noted(tmp_path).run("ranks", 14, 13)
+    assert "training loader 0 begins the epoch again" in caplog.text
+    assert "the number of ranks was 2, and is 1 now" in caplog.text
 
 
 def _keep_last(folder, steps, asynchronous):
@@ -470,7 +584,7 @@ def test_lightning_callback_keep_policy_keeps_best_and_pinned_snapshots(tmp_path
         assert manager.best("score", "max") == 3
         manager.pin(3)
     callback = SnapshotCallback(tmp_path, every_n_steps=1, keep=1, options=TakeOptions(durable=False))
-    fitted(8, [callback], [SnapshotCheckpointIO()], str(tmp_path / "step-6"))
+    fitted(8, [callback], [SnapshotCheckpointIO()], str(tmp_path / "step-6"), model=Rated)
     assert steps_in(tmp_path) == ["step-3", "step-8"]
 
 
@@ -544,6 +658,105 @@ def test_lightning_missing_package_is_named(monkeypatch):
     anew = importlib.util.module_from_spec(interop.__spec__)
     with pytest.raises(MissingExtraError, match="install the extra 'lightning'"):
         interop.__spec__.loader.exec_module(anew)
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_lightning_within_an_epoch_goes_on_with_the_next_batch(tmp_path, name, caplog):
+    noted = _within(name, tmp_path)
+    first = [sample for epoch, batch, _ in noted if epoch == 0 for sample in batch[""]]
+    assert sorted(first) == list(range(22)) or name == "limit"
+    assert "again" not in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle"])
+def test_lightning_several_loaders_go_on_with_their_next_batches(tmp_path, mode):
+    def make():
+        return pl.utilities.CombinedLoader({"long": shuffled(), "short": shuffled(batch_size=4)}, mode)
+
+    epoch = 6 if mode == "min_size" else 11
+    Noted(tmp_path, make).expect_exact(epoch + 1, epoch + 5, 2 * epoch, 3 * epoch)
+
+
+def test_lightning_loader_that_also_validates_goes_on_with_the_next_batch(tmp_path):
+    def make():
+        loader = shuffled()
+        return loader, loader
+
+    Noted(tmp_path, make, val_check_interval=3).expect_exact(13, 16, 33)
+
+
+def test_lightning_generator_of_a_loader_goes_on_at_the_end_of_an_epoch(tmp_path):
+    def make():
+        return shuffled(num_workers=1, generator=torch.Generator().manual_seed(3))
+
+    Noted(tmp_path, make).expect_exact(11, 15, 22, 33)
+
+
+def test_lightning_loader_of_another_batch_size_is_refused_within_an_epoch(tmp_path, caplog):
+    Noted(tmp_path).run("run", 11)
+    Noted(tmp_path).run("run", 13, 11)
+    other = Noted(tmp_path, partial(shuffled, batch_size=1))
+    with pytest.raises(SnapshotError, match=r"training loader 0 .* 11 batches, and now has 22; .* data_order=False"):
+        other.run("run", 15, 13)
+    other.run("run", 15, 13, data_order=False)
+    other.run("run", 15, 11)
+    assert "again" not in caplog.text  # nothing is lost at the end of an epoch
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(22))
+
+
+def test_lightning_loader_without_a_known_place_begins_the_epoch_again_with_a_warning(tmp_path, caplog):
+    streamed = Noted(tmp_path, lambda: torch.utils.data.DataLoader(Stream(), batch_size=2))
+    streamed.run("run", 13)
+    assert [batch for _, batch, _ in streamed.run("run", 14, 13)] == [{"": [0, 1]}]
+    assert "training loader 0 begins the epoch again" in caplog.text
+    assert "its dataset is iterable" in caplog.text
+
+
+class Keeping(torch.utils.data.DataLoader):
+    """A loader that keeps its place itself."""
+
+    place = skipped = 0
+
+    def __iter__(self):
+        skipped, self.skipped = self.skipped, 0
+        for number, batch in enumerate(super().__iter__()):
+            if number >= skipped:
+                self.place = number + 1
+                yield batch
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.skipped = state["place"]
+
+
+def test_lightning_loader_with_a_state_is_left_to_lightning(tmp_path, caplog):
+    runs = Noted(tmp_path, lambda: Keeping(range(22), batch_size=2))
+    noted = runs.run("run", 13) + runs.run("run", 20, 13)
+    assert [batch[""][0] for _, batch, _ in noted] == [*range(0, 22, 2), *range(0, 18, 2)]
+    assert "again" not in caplog.text
+
+
+def test_lightning_trainer_is_left_as_it_was_after_a_fit(tmp_path):
+    for fails in (False, True):
+        callback, model, loader = SnapshotCallback(tmp_path, every_n_steps=1), Noting(), shuffled()
+        trainer = pl.Trainer(
+            max_steps=1, callbacks=[callback], plugins=[SnapshotCheckpointIO()], enable_checkpointing=False, **QUIET
+        )
+        before = type(loader), dict(vars(loader))
+        if fails:
+            model.on_train_end = lambda: 1 / 0
+            with pytest.raises(ZeroDivisionError):
+                trainer.fit(model, loader)
+        else:
+            trainer.fit(model, loader)
+        assert "process_dataloader" not in vars(trainer.strategy) or fails
+        assert (type(loader), dict(vars(loader))) == before
 
 
 class Few(pl.LightningModule):

@@ -135,7 +135,7 @@ def check_other(number, workers=0):
                 order.load_state_dict(copy.deepcopy(given))
             orders.append(order)
         last = place == len(parts) - 1
-        for replica, order in enumerate(orders):
+        for order in orders:
             seed_all(number)
             for each in itertools.islice(order.loader, None if last else steps):
                 seen.update(ids_of(each))

@@ -8,7 +8,15 @@ import pytest
 from tests.helpers.framework_scripts import run_script
 
 pytestmark = pytest.mark.libraries
-SCRIPTS = ["on_ray.py", "on_automodel.py", "on_composer.py", "on_transformers_fsdp.py", "on_accelerate.py"]
+SCRIPTS = [
+    "on_ray.py",
+    "on_automodel.py",
+    "on_composer.py",
+    "on_transformers_fsdp.py",
+    "on_accelerate.py",
+    "on_grain.py",
+    "on_litdata.py",
+]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

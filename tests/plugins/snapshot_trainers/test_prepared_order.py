@@ -151,7 +151,7 @@ def test_prepared_order_refuses_the_state_of_another_kind_of_loader():
     with pytest.raises(ValueError, match="prepared was None, now by accelerate"):
         LoaderState(shuffled()).load_state_dict(plain)
     seedable, _ = begin(shuffled(use_seedable_sampler=True), 3)
-    with pytest.raises(ValueError, match="samplers was .*SeedableRandomSampler"):
+    with pytest.raises(ValueError, match=r"samplers was .*SeedableRandomSampler"):
         LoaderState(shuffled()).load_state_dict(seedable)
 
 

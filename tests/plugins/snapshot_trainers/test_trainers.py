@@ -1,6 +1,6 @@
-"""Lightning, and Hugging Face's Trainer and accelerate, resumed to the same bits: `on_lightning.py` and
-`on_transformers.py`, each in a process of its own, since the libraries change what they are imported into, and side by
-side, since importing them is most of the work."""
+"""Lightning, and Hugging Face's Trainer and accelerate, resumed to the same bits: the scripts `on_...py`, each in a
+process of its own, since the libraries change what they are imported into, and side by side, since importing them is
+most of the work."""
 
 import importlib.util
 from pathlib import Path
@@ -10,7 +10,12 @@ import pytest
 pytestmark = pytest.mark.libraries
 
 HERE = Path(__file__).parent
-NEEDED = {"on_lightning.py": ("lightning",), "on_transformers.py": ("transformers", "accelerate", "peft")}
+NEEDED = {
+    "on_lightning.py": ("lightning",),
+    "on_transformers.py": ("transformers", "accelerate", "peft"),
+    "on_transformers_order.py": ("transformers", "accelerate"),
+    "on_accelerate_order.py": ("accelerate", "torchdata"),
+}
 
 
 def missing(script):
@@ -19,7 +24,7 @@ def missing(script):
 
 @pytest.fixture(scope="module")
 def started(warm):
-    """Both, on their way."""
+    """All, on their way."""
     text = "import pytest, sys\nsys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', {!r}]))\n"
     return {script: warm.start(text.format(str(HERE / script))) for script in NEEDED if not missing(script)}
 
