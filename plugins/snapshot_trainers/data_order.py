@@ -12,7 +12,6 @@ loop gets.
 from __future__ import annotations
 
 import copy
-import random
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 from snapshot.errors import SnapshotError
 from snapshot.events import log
-from snapshot.state.rng import RNGState
 from snapshot_trainers.ledger import RECORD, Ledger, Sum, hash_ids, hash_last, pack_ids
 from snapshot_trainers.prepared import (
     batches_in_round,
@@ -40,152 +38,22 @@ from snapshot_trainers.prepared import (
     share,
     skips,
 )
+from snapshot_trainers.sampler_states import (
+    changed_globals,
+    globals_kept,
+    read_globals,
+    read_samplers,
+    walk_samplers,
+    without_new_generators,
+    write_globals,
+    write_samplers,
+)
 
 State = Mapping[str, Any]
 _ORDER = "_snapshot_order"
-_EVERYWHERE = frozenset(("epoch", "seed", "initial_seed"))
-"""Attributes of samplers that are the same on all ranks, with whatever number of them."""
-_SETTINGS = frozenset(
-    ("batch_size", "num_processes", "num_replicas", "num_samples", "process_index", "rank", "total_size")
-)
-"""Attributes of samplers that the application gives, and that a restore leaves as they are."""
 _MANY = 64
 """Batches that are counted together: to count each by itself would cost a loop of small ones much more."""
 _NOTHING = Sum()
-
-
-# What samplers hold: the random numbers of the process, their own generators, and their counters.
-
-
-def _read_globals() -> dict[str, Any]:
-    """Return the state of the global generators on the host, as an `RNGState` has it.
-
-    Samplers draw from no others, and to ask every accelerator for its state would take its context.
-    """
-    version, words, normal = random.getstate()
-    return {
-        "torch": torch.get_rng_state(),
-        "numpy": np.random.get_state(legacy=False),
-        "python": {"version": version, "words": np.array(words, dtype=np.uint32), "normal": normal},
-    }
-
-
-def _write_globals(held: State) -> None:
-    """Set the state of some of the global generators."""
-    RNGState().load_state_dict(dict(held))
-
-
-def _as_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _changed(before: State, after: State) -> dict[str, Any]:
-    """Return those states of the global generators that something has drawn from since."""
-    return {name: state for name, state in before.items() if not _is_equal(after[name], state)}
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    """Return True if two states of a generator are equal: dicts, with arrays or tensors."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_equal(each, other[name]) for name, each in one.items())
-    return bool(np.array_equal(one, other))
-
-
-@contextmanager
-def _globals_kept() -> Iterator[None]:
-    """Put the global generators back at the end: the application goes on with the numbers it would have drawn."""
-    held = _read_globals()
-    try:
-        yield
-    finally:
-        _write_globals(held)
-
-
-def _read_generator(value: Any) -> Any:
-    """Return the state of a generator as plain values; None for any other object."""
-    if isinstance(value, torch.Generator):
-        return {"torch": value.get_state().numpy().tobytes()} if value.device.type == "cpu" else None
-    if isinstance(value, random.Random):
-        version, numbers, kept = value.getstate()
-        return {"python": [version, np.array(numbers, dtype=np.uint32).tobytes(), kept]}
-    if isinstance(value, np.random.Generator):
-        return {"numpy": copy.deepcopy(value.bit_generator.state)}
-    if isinstance(value, np.random.RandomState):
-        return {"numpy": copy.deepcopy(value.get_state(legacy=False))}
-    return None
-
-
-def _write_generator(value: Any, state: State) -> None:
-    if isinstance(value, torch.Generator):
-        value.set_state(_as_tensor(state["torch"]))
-    elif isinstance(value, random.Random):
-        version, numbers, kept = state["python"]
-        value.setstate((version, tuple(np.frombuffer(numbers, dtype=np.uint32).tolist()), kept))
-    elif isinstance(value, np.random.Generator):
-        value.bit_generator.state = state["numpy"]
-    else:
-        value.set_state(state["numpy"])
-
-
-def walk_samplers(sampler: Any) -> list[Any]:
-    """Return a sampler and those that it draws from."""
-    found: list[Any] = []
-    left = [sampler]
-    while left:
-        each = left.pop(0)
-        if each is None or any(each is known for known in found) or not hasattr(each, "__iter__"):
-            continue
-        found.append(each)
-        left += [getattr(each, name, None) for name in ("batch_sampler", "sampler")]
-        if isinstance(each, DistributedSampler):
-            left.append(getattr(each.dataset, "_sampler", None))  # Lightning's wrapper divides what a sampler gave
-    return found
-
-
-def _read_samplers(samplers: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the counters and generators of each sampler."""
-    found = []
-    for each in samplers:
-        held: dict[str, Any] = {}
-        for name, value in getattr(each, "__dict__", {}).items():
-            if type(value) is int:
-                held[name] = value
-            elif (state := _read_generator(value)) is not None:
-                held[name] = state
-        found.append(held)
-    return found
-
-
-def _write_samplers(samplers: Sequence[Any], saved: Sequence[State], *, everywhere: bool) -> None:
-    """Set the counters and generators of samplers. With `everywhere`, only what is the same on all ranks."""
-    for each, held in zip(samplers, saved, strict=True):
-        for name, state in held.items():
-            value = getattr(each, name, None)
-            if isinstance(state, Mapping):
-                if value is None and "torch" in state:  # that of another number of ranks had one
-                    value = torch.Generator()
-                    setattr(each, name, value)
-                if value is not None:
-                    _write_generator(value, state)
-            elif value != state and (name in _EVERYWHERE or not (everywhere or name in _SETTINGS)):
-                setattr(each, name, state)
-
-
-@contextmanager
-def _without_new_generators(samplers: Sequence[Any], saved: Sequence[State]) -> Iterator[None]:
-    """Take generators away from samplers that had none when they were saved, and drew from the global one instead."""
-    taken = [
-        (each, each.generator)
-        for each, held in zip(samplers, saved, strict=True)
-        if isinstance(getattr(each, "generator", None), torch.Generator) and "generator" not in held
-    ]
-    for each, _ in taken:
-        each.generator = None
-    try:
-        yield
-    finally:
-        for each, generator in taken:
-            each.generator = generator
 
 
 # One epoch
@@ -477,7 +345,7 @@ class DataOrder:
         own = self.loader.generator
         shared = own is None or any(own is getattr(each, "generator", None) for each in self.samplers)
         state = None if own is None or shared else own.get_state()
-        with _globals_kept():
+        with globals_kept():
             inner = begin()
             if self._streams and not self._silent:
                 self._drop(inner, epoch.batches * epoch.each)
@@ -489,7 +357,7 @@ class DataOrder:
         """Yield the rest of an epoch from a prepared loader, which begins with the first batch."""
         outer = self._outer
         number, kinds = outer.iteration, getattr(outer, "rng_types", None)
-        self._globals = _read_globals()
+        self._globals = read_globals()
         if kinds is not None:  # it would set the generators of all ranks to those of one, as when an epoch begins
             outer.rng_types = None
         try:
@@ -510,7 +378,7 @@ class DataOrder:
         # The batch that comes next was drawn before, too, since a prepared loader reads one ahead.
         first = [] if self._silent else list(islice(inner, 1))
         self._resumed()
-        _write_globals(self._globals)
+        write_globals(self._globals)
         outer = self._outer
         if epoch.divided.samples and outer.remainder >= 0:
             outer.remainder = (len(self.loader.dataset) - epoch.divided.samples) % outer.total_batch_size
@@ -521,7 +389,7 @@ class DataOrder:
         """Let workers that persist start without a draw, after a restore: they drew their seed in an earlier epoch."""
         loader = self.loader
         if self._follows and loader.num_workers and loader.persistent_workers:
-            self._before = _read_globals(), None if loader.generator is None else loader.generator.get_state()
+            self._before = read_globals(), None if loader.generator is None else loader.generator.get_state()
         self._follows = False
         try:
             yield
@@ -578,7 +446,7 @@ class DataOrder:
     def draw(self, inner: Any) -> Iterator[Any]:
         """Yield what the loader reads, and note it."""
         if self._before is not None:
-            _write_globals(self._before[0])
+            write_globals(self._before[0])
             if self._before[1] is not None:
                 self.loader.generator.set_state(self._before[1])
         if self._streams or self._silent:
@@ -589,17 +457,17 @@ class DataOrder:
             return self._note(epoch, self._begin_again(epoch, inner))
         epoch.batch_size = self._batch_size
         samplers = self.samplers
-        at_iter, held = _read_globals(), _read_samplers(samplers)
+        at_iter, held = read_globals(), read_samplers(samplers)
         drawn = self._begin(inner)
-        start = {"globals": _changed(at_iter, _read_globals()), "samplers": held}
+        start = {"globals": changed_globals(at_iter, read_globals()), "samplers": held}
         return self._note(epoch, self._watch_first(epoch, drawn, start))
 
     def _watch_first(self, epoch: _Epoch, drawn: Iterator[Any], start: dict[str, Any]) -> Iterator[Any]:
         """Yield all of an epoch. Note what the samplers hold before the first draw, when most of them begin."""
         samplers = self.samplers
-        before, held = _read_globals(), _read_samplers(samplers)
+        before, held = read_globals(), read_samplers(samplers)
         found = list(islice(drawn, 1))
-        at_next = {"globals": _changed(before, _read_globals()), "samplers": held}
+        at_next = {"globals": changed_globals(before, read_globals()), "samplers": held}
         epoch.start = {
             "iter": start,
             "next": at_next if held != start["samplers"] else {**at_next, "samplers": None},
@@ -625,7 +493,7 @@ class DataOrder:
             yield from self._begin(inner)
             return
         size = self._batch_size
-        with _globals_kept(), _without_new_generators(self.samplers, start["iter"]["samplers"]):
+        with globals_kept(), without_new_generators(self.samplers, start["iter"]["samplers"]):
             self._set(epoch, start["iter"], start)
             if start["lazy"]:
                 self._set(epoch, start["next"], start)
@@ -670,8 +538,8 @@ class DataOrder:
     def _set(self, epoch: _Epoch, part: State, start: State) -> None:
         """Let the samplers hold what they held at one of the two moments at which an epoch begins."""
         saved = part["samplers"] if part["samplers"] is not None else start["iter"]["samplers"]
-        _write_samplers(self.samplers, saved, everywhere=epoch.moved)
-        _write_globals(part["globals"])
+        write_samplers(self.samplers, saved, everywhere=epoch.moved)
+        write_globals(part["globals"])
 
     def _leave_out(
         self,
@@ -685,9 +553,9 @@ class DataOrder:
     ) -> Iterator[Any]:
         """Draw what was seen, and expect it to be the same. Return the rest. With `ended`, less may be there."""
         first = list(islice(drawn, min(count, 1)))
-        held = _read_globals()
+        held = read_globals()
         skipped = [*first, *islice(drawn, max(count - 1, 0))]
-        if _changed(held, _read_globals()):
+        if changed_globals(held, read_globals()):
             raise SnapshotError(
                 f"{self._name}: draws from the global random numbers all through an epoch, so its order depends on "
                 "what else draws from them; give it a generator of its own"
@@ -838,7 +706,7 @@ class DataOrder:
             "batch_size": epoch.batch_size,
             "iteration": self._outer.iteration if self._prepared else None,
             "start": None if between else epoch.start,
-            "now": _read_samplers(self.samplers) if between else None,
+            "now": read_samplers(self.samplers) if between else None,
             "moved": epoch.moved and not between,
         }
 
@@ -883,7 +751,7 @@ class DataOrder:
         self._waiting = None if state["between"] else dict(state)
         self._follows = bool(state["between"] and state["epoch"])
         if state["now"] is not None:
-            _write_samplers(self.samplers, state["now"], everywhere=state["moved"])
+            write_samplers(self.samplers, state["now"], everywhere=state["moved"])
 
     def reshard(self, states: Sequence[State], replica: int, replicas: int) -> dict[str, Any]:
         """Return the state of one of other replicas than those that saved these states."""

@@ -18,6 +18,7 @@ import xxhash
 _AT_ONCE = 4096
 """The number of ids that are hashed at once. Fewer cost more each."""
 _ENOUGH = 8 * _AT_ONCE
+_MANY = 256 * _AT_ONCE
 _MODULUS = 1 << 128
 _RECORD = struct.Struct("<Q16s")
 RECORD = _RECORD.size
@@ -85,6 +86,48 @@ def hash_ids(ids: Iterable[Any]) -> Sum:
     return ledger.sum
 
 
+def hash_range(count: int) -> Sum:
+    """Return the sum of the hashes of the numbers from 0."""
+    found = Sum()
+    for begin in range(0, count, _MANY):
+        numbers = np.arange(begin, min(begin + _MANY, count), dtype=np.uint64)
+        found += Sum(len(numbers), _hash_numbers(numbers))
+    return found
+
+
+def find_difference(
+    found: Sum, expected: Sum, ids: Sequence[Any]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]] | tuple[None, None]:
+    """Return the ids that were lost, and those that were seen twice, if that is at most one of each.
+
+    `ids`: those that `expected` is the sum of.
+    """
+    more = found.samples - expected.samples
+    if abs(more) > 1:
+        return None, None
+    difference = (found.total - expected.total) % _MODULUS  # hash of the one seen twice - hash of the one lost
+    hashes = _hash_each(ids)
+    if more == 1:
+        twice = hashes.get(difference)
+        return (None, None) if twice is None else ((), (ids[twice],))
+    if more == -1:
+        lost = hashes.get(-difference % _MODULUS)
+        return (None, None) if lost is None else ((ids[lost],), ())
+    for each, at in hashes.items():
+        lost = hashes.get((each - difference) % _MODULUS)
+        if lost is not None:
+            return (ids[lost],), (ids[at],)
+    return None, None
+
+
+def _hash_each(ids: Sequence[Any]) -> dict[int, int]:
+    """Return the hash of each id -> its position."""
+    if isinstance(ids, range):
+        low, high = _mix(np.array(ids, dtype=np.int64).view(np.uint64))
+        return {(b << 64) | a: at for at, (a, b) in enumerate(zip(low.tolist(), high.tolist(), strict=True))}
+    return {hash_ids([each]).total: at for at, each in enumerate(ids)}
+
+
 def _hash_any(held: Sequence[Any]) -> Sum:
     """As `hash_ids`, for ids of which some are no 64-bit integers."""
     found = Sum()
@@ -108,9 +151,15 @@ def _as_number(value: Any) -> int | None:
 
 
 def _hash_numbers(numbers: Any) -> int:
-    """Return the sum of the hashes of 64-bit numbers: of two mixes of each, one made from the other.
+    """Return the sum of the hashes of 64-bit numbers."""
+    low, high = _mix(numbers)
+    return (_add_exactly(low) + (_add_exactly(high) << 64)) % _MODULUS
 
-    The first is the finaliser of splitmix64, which is a bijection: no two numbers have the same hash.
+
+def _mix(numbers: Any) -> tuple[Any, Any]:
+    """Return both halves of the hash of each 64-bit number, of which the upper one is made from the lower one.
+
+    The lower one is the finaliser of splitmix64, which is a bijection: no two numbers have the same hash.
     """
     low = numbers + _ADD
     low ^= low >> _30
@@ -122,7 +171,7 @@ def _hash_numbers(numbers: Any) -> int:
     high ^= high >> _32
     high *= _FIRST
     high ^= high >> _27
-    return (_add_exactly(low) + (_add_exactly(high) << 64)) % _MODULUS
+    return low, high
 
 
 def _add_exactly(values: Any) -> int:

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from snapshot.errors import SnapshotError
 from snapshot.events import log
-from snapshot_trainers.data_order import is_tracked, order_of, walk_samplers
+from snapshot_trainers.data_order import is_tracked, order_of
+from snapshot_trainers.sampler_states import walk_samplers
 from snapshot_trainers.torchdata import LoaderState
 
 _CURE = "or pass data_order=False to SnapshotCallback, and the epoch begins again in another order"

@@ -8,8 +8,8 @@ keep their place themselves (`streams.py`). Nothing of these libraries is import
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from torch.utils.data.distributed import DistributedSampler
 from snapshot_trainers.data_order import DataOrder, is_strided, order_of
 from snapshot_trainers.prepared import is_prepared
 from snapshot_trainers.streams import LitDataLoader, stream_of
+
+if TYPE_CHECKING:
+    from snapshot_trainers.samples import SamplesReport
 
 VERSION, ORDER, STREAM = 1, 2, 3
 """Versions of the states of torchdata's loaders, of torch's, and of those that keep their place themselves."""
@@ -125,6 +128,23 @@ class LoaderState:
         if self._sampler() is not None:
             loader = _with_true_place(loader, finished=bool(loader["_iterator_finished"]))
         return {**self._describe(), "loader": loader}
+
+    def count_samples(self, count: int | None = None, *, ids: Iterable[Any] | None = None) -> SamplesReport:
+        """Say of each epoch how many samples all replicas have seen, lost and seen twice. Call it on all ranks.
+
+        Args:
+            count: The number of samples of an epoch, whose ids are 0 to `count - 1`.
+            ids: The ids of the samples of an epoch, if they are others. Without `count` and `ids`, the finished epochs
+                are compared with each other.
+        """
+        from snapshot_trainers.samples import report_on  # it reads snapshots, for the command
+
+        state = {"replica": self._place()[0], "order": self.order.state_dict()}
+        states: list[Any] = [state]
+        if dist.is_available() and dist.is_initialized():
+            states = [None] * dist.get_world_size()
+            dist.all_gather_object(states, state)
+        return report_on(states, count, ids)
 
     def load_state_dict(self, state: State) -> None:
         """Load a state of this replica."""
