@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from snapshot import ModelState, RNGState, Snapshot, StateDict
+from snapshot_trainers.torchdata import LoaderState
 
 SAVE_EVERY = 5
 
@@ -28,8 +28,7 @@ def newest_snapshot(folder: Path) -> Snapshot | None:
 
 
 def train(folder: Path, steps: int) -> tuple[list[float], nn.Module]:
-    # the number of an epoch determines the order of its batches
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
     inputs = torch.randn(32, 16)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
@@ -37,39 +36,33 @@ def train(folder: Path, steps: int) -> tuple[list[float], nn.Module]:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
     loader = DataLoader(TensorDataset(inputs, inputs.sum(-1, keepdim=True)), batch_size=4, shuffle=True)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
-    progress = StateDict(step=0, epoch=0, done=0, losses=[])
+    progress = StateDict(step=0, losses=[])
     torch.manual_seed(1 + accelerator.process_index)  # from here on, each process has its own dropout
 
     app_state = {
         "train": ModelState(model, optimizer.optimizer),  # names do not depend on wrappers
         "scheduler": scheduler,
         "progress": progress,
+        "loader": LoaderState(loader),  # the loop goes on after the samples that were seen
+        "rng": RNGState(),
     }
-    rng = {"rng": RNGState()}
     snapshot = newest_snapshot(folder)
     if snapshot:
-        snapshot.restore(app_state, unused="ignore")  # rng follows later
+        snapshot.restore(app_state)
 
     while progress["step"] < steps:
-        loader.set_epoch(progress["epoch"])
-        for batch, wanted in accelerator.skip_first_batches(loader, progress["done"]):
-            if snapshot:  # only now, because the loader drew random numbers at the start of its epoch
-                snapshot.restore(rng, unused="ignore")
-                snapshot = None
+        for batch, wanted in loader:
             loss = nn.functional.mse_loss(model(batch), wanted)
             optimizer.zero_grad()
             accelerator.backward(loss)
             optimizer.step()
             scheduler.step()
             progress["step"] += 1
-            progress["done"] += 1
             progress["losses"].append(loss.item())
             if progress["step"] % SAVE_EVERY == 0:
-                Snapshot.take(folder / f"step-{progress['step']}", {**app_state, **rng}, replicated=["train"])
+                Snapshot.take(folder / f"step-{progress['step']}", app_state, replicated=["train"])
             if progress["step"] == steps:
                 break
-        else:
-            progress.update(epoch=progress["epoch"] + 1, done=0)
     return progress["losses"], accelerator.unwrap_model(model)
 
 

@@ -57,9 +57,9 @@ def track_loaders(accelerator: Any) -> None:
 def app_state_of(accelerator: Any) -> dict[str, Any]:
     """Return what `accelerator.save_state` saves, as an app state.
 
-    These are the prepared models, optimizers and schedulers, the scaler, stateful data loaders, and random numbers. The
-    count of batches and all objects of `register_for_checkpointing` are included. Names of models do not depend on
-    wrappers.
+    These are the prepared models, optimizers and schedulers, the scaler, and random numbers. Data loaders are included
+    if they are stateful, or tracked by `track_loaders`. The count of batches and all objects of
+    `register_for_checkpointing` are included. Names of models do not depend on wrappers.
 
     Raises:
         SnapshotError: The accelerator uses FSDP1, DeepSpeed, Megatron-LM or XLA, which have their own formats.
@@ -101,6 +101,9 @@ def save_state(accelerator: Any, path: Any, *, background: bool = False, **optio
         SnapshotError: The accelerator uses FSDP1, DeepSpeed, Megatron-LM or XLA, which have their own formats.
     """
     state = app_state_of(accelerator)
+    lacking = sum(not is_tracked(each) for each in accelerator._dataloaders)  # noqa: SLF001
+    if lacking:
+        log.info("the order of %d data loaders is not saved; call track_loaders(accelerator) after prepare", lacking)
     if accelerator.num_processes > 1 and (options.get("options") or TakeOptions()).replicated is None:
         options.setdefault("replicated", [name for name, each in state.items() if _is_replicated(name, each)])
     take: Any = Snapshot.async_take if background else Snapshot.take
@@ -111,9 +114,10 @@ def save_state(accelerator: Any, path: Any, *, background: bool = False, **optio
 def load_state(accelerator: Any, path: Any, **options: Any) -> None:
     """Restore what `save_state` saved, on any number of ranks.
 
-    Random numbers and the positions of stateful data loaders are restored on the same number of ranks only, with a log
-    line otherwise. Saved objects that this accelerator lacks are logged, too. A folder that accelerate wrote is loaded
-    by `accelerator.load_state`. `options`: more arguments of `Snapshot.restore`.
+    Random numbers are restored on the same number of ranks only, with a log line otherwise, and so are the places of
+    stateful data loaders that `track_loaders` does not know. Saved objects that this accelerator lacks are logged, too.
+    A folder that accelerate wrote is loaded by `accelerator.load_state`. `options`: more arguments of
+    `Snapshot.restore`.
     """
     state = app_state_of(accelerator)
     if os.path.exists(os.path.join(path, "random_states_0.pkl")) and not is_snapshot(path):

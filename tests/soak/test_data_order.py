@@ -4,11 +4,14 @@ import os
 
 import pytest
 
-from tests.plugins.snapshot_trainers import orders
+from tests.plugins.snapshot_trainers import orders, prepared_orders
+
+CHECKS = [orders.check_one, orders.check_replicas, prepared_orders.check_same, prepared_orders.check_other]
 
 
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("check", [orders.check_one, orders.check_replicas])
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("check", CHECKS)
 def test_soak_data_order_of_many_drawn_loops(check):
     count = int(os.environ.get("SOAK_LOOPS", "2000"))
     for number in range(10_000, 10_000 + count):

@@ -142,13 +142,13 @@ def test_accelerate_ranks_resume_exactly(tmp_path):
     snapshot = Snapshot(tmp_path / "broken" / "step-20")
     assert snapshot.verify()
     own = {path.split("/", 1)[1] for path in snapshot.get_manifest() if path.startswith("1/")}
-    assert {path.split("/")[0] for path in own} == {"rng", "progress"}  # the losses are each rank's own
+    assert {path.split("/")[0] for path in own} == {"rng", "loader", "progress"}  # the losses are each rank's own
 
 
 def test_accelerate_loop_resumes_exactly(tmp_path, capsys):
     loop.main(tmp_path)
     assert "bit for bit" in capsys.readouterr().out
-    assert Snapshot(tmp_path / "broken" / "step-20").read_object("0/progress/epoch") == 2
+    assert Snapshot(tmp_path / "broken" / "step-20").read_object("0/loader/order/epoch") == 2
     AcceleratorState._reset_state(reset_partial_state=True)  # the Trainer wants one of its own
 
 
