@@ -110,9 +110,14 @@ class _Epoch:
     def count(self) -> Sum:
         """Return the sum of the samples in the batches that the loop got."""
         flight = self.flight
-        for _ in range(min((self.batches - self.counted) * self.each, len(flight))):
-            self.last = flight.popleft()
-            self.ledger.add(self.last)
+        got = [flight.popleft() for _ in range(min((self.batches - self.counted) * self.each, len(flight)))]
+        if got:
+            self.last = got[-1]
+            try:
+                self.ledger.add(b"".join(got))  # at once, which is quicker
+            except TypeError:  # ids of a batch are no 64-bit numbers
+                for each in got:
+                    self.ledger.add(each)
         self.counted = self.batches
         return self.ledger.sum
 
@@ -454,16 +459,16 @@ class DataOrder:
         epoch = self._epoch
         epoch.own = self._count_own(epoch.divided.samples)
         if epoch.resumes:
-            return self._note(epoch, self._begin_again(epoch, inner))
+            return self._note(epoch, lambda: self._begin_again(epoch, inner))
         epoch.batch_size = self._batch_size
         samplers = self.samplers
         at_iter, held = read_globals(), read_samplers(samplers)
         drawn = self._begin(inner)
         start = {"globals": changed_globals(at_iter, read_globals()), "samplers": held}
-        return self._note(epoch, self._watch_first(epoch, drawn, start))
+        return self._note(epoch, lambda: self._watch_first(epoch, drawn, start))
 
     def _watch_first(self, epoch: _Epoch, drawn: Iterator[Any], start: dict[str, Any]) -> Iterator[Any]:
-        """Yield all of an epoch. Note what the samplers hold before the first draw, when most of them begin."""
+        """Return all of an epoch. Note what the samplers hold before the first draw, when most of them begin."""
         samplers = self.samplers
         before, held = read_globals(), read_samplers(samplers)
         found = list(islice(drawn, 1))
@@ -473,16 +478,16 @@ class DataOrder:
             "next": at_next if held != start["samplers"] else {**at_next, "samplers": None},
             "lazy": self._is_lazy,
         }
-        yield from found
-        yield from drawn
+        return chain(found, drawn)
 
     @staticmethod
-    def _note(epoch: _Epoch, drawn: Iterator[Any]) -> Iterator[Any]:
-        flight, pack = epoch.flight, pack_ids
-        for each in drawn:
+    def _note(epoch: _Epoch, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Yield what `begin` returns when the loader reads the first batch, and note it."""
+        flight, pack, note = epoch.flight, pack_ids, epoch.flight.append
+        for each in begin():
             if len(flight) >= _MANY:
                 epoch.count()
-            flight.append(pack(each if type(each) is list else _as_ids(each)))
+            note(pack(each if type(each) is list else _as_ids(each)))
             yield each
 
     def _begin_again(self, epoch: _Epoch, inner: Any) -> Iterator[Any]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import operator
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,9 +66,15 @@ def pack_ids(ids: Sequence[Any]) -> bytes | Sum:
     """Return the ids of a batch as 64-bit numbers, which are hashed later; the sum of others, which cannot be."""
     try:
         # The fastest way from a list to 64-bit numbers, and one that refuses what is no integer.
-        return struct.pack(f"{len(ids)}q", *ids)
+        return _packer(len(ids))(*ids)
     except struct.error:
         return _hash_any(ids)
+
+
+@lru_cache(64)
+def _packer(count: int) -> Callable[..., bytes]:
+    """Return what packs some 64-bit numbers. To prepare it costs more than to pack a small batch."""
+    return struct.Struct(f"{count}q").pack
 
 
 def hash_last(packed: bytes | Sum, count: int) -> Sum:
@@ -153,7 +160,11 @@ def _as_number(value: Any) -> int | None:
 def _hash_numbers(numbers: Any) -> int:
     """Return the sum of the hashes of 64-bit numbers."""
     low, high = _mix(numbers)
-    return (_add_exactly(low) + (_add_exactly(high) << 64)) % _MODULUS
+    # The sum of the upper halves may lack its carry, that of the lower ones may not: it is made exact from the sum of
+    # their upper 32 bits, since that of the lower 32 bits of fewer than 2**32 numbers fits into 64.
+    wrapped, above = int(low.sum()), int((low >> _32).sum())
+    exact = (above << 32) + (wrapped - (above << 32)) % (1 << 64)
+    return (exact + (int(high.sum()) << 64)) % _MODULUS
 
 
 def _mix(numbers: Any) -> tuple[Any, Any]:
@@ -172,11 +183,6 @@ def _mix(numbers: Any) -> tuple[Any, Any]:
     high *= _FIRST
     high ^= high >> _27
     return low, high
-
-
-def _add_exactly(values: Any) -> int:
-    """Return the sum of 64-bit numbers, with the bits above 64."""
-    return int((values & np.uint64(0xFFFFFFFF)).sum()) + (int((values >> _32).sum()) << 32)
 
 
 class Ledger:

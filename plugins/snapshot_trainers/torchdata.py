@@ -46,6 +46,9 @@ class LoaderState:
     with those that were seen. If a sampler gives others, the loop raises `SnapshotError`. Make the `LoaderState`
     before the first loop.
 
+    **A loader that accelerate has prepared** goes on in the same way, of any of its kinds. On another number of ranks,
+    accelerate shares out what is left; loaders that it dispatches cannot go on there.
+
     **A `StatefulDataLoader` of torchdata** continues on the same number of replicas, too. The number of workers may
     change if the dataset is map-style. With another number of ranks and of replicas, it depends on the data:
 
