@@ -35,14 +35,15 @@ class _Step:
         self._accelerator.step = state["step"]
 
 
-def track_loaders(accelerator: Any) -> None:
-    """Let `save_state` and `load_state` save and restore the places of all prepared data loaders.
+def track_loaders(accelerator: Any, *loaders: Any) -> None:
+    """Let `save_state` and `load_state` save and restore the places of prepared data loaders: these, or all.
 
     Call it on all ranks after `accelerator.prepare`, and before the first loop: the start of an epoch cannot be found
     later. After a restore, the loop goes on by itself with the rest of the epoch, on any number of ranks and with any
-    batch size, without `skip_first_batches`. See `snapshot_trainers.torchdata.LoaderState`.
+    batch size, without `skip_first_batches`. A loop that was left early goes on, too: so pass only those for training
+    if an evaluation reads some batches of its loader. See `snapshot_trainers.torchdata.LoaderState`.
     """
-    for each in accelerator._dataloaders:  # noqa: SLF001 - accelerate has no public names
+    for each in loaders or accelerator._dataloaders:  # noqa: SLF001 - accelerate has no public names
         LoaderState(each)
     skip = type(accelerator).skip_first_batches
 
@@ -124,6 +125,10 @@ def load_state(accelerator: Any, path: Any, **options: Any) -> None:
         accelerator.load_state(path)
         return
     snapshot = Snapshot(path)
+    manifest = snapshot.get_manifest()
+    for name in [name for name, each in state.items() if type(each) is LoaderState and f"0/{name}" not in manifest]:
+        log.warning("%s: has no place of the data loader %r, which begins a new epoch", path, name)
+        del state[name]
     saved = snapshot.metadata.world_size
     if saved != accelerator.num_processes:
         log.info("%s: random numbers and data of %d ranks do not fit %d", path, saved, accelerator.num_processes)

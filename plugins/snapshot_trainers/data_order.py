@@ -11,7 +11,6 @@ loop gets.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from torch.utils.data.distributed import DistributedSampler
 from snapshot.errors import SnapshotError
 from snapshot.events import log
 from snapshot_trainers.ledger import RECORD, Ledger, Sum, hash_ids, hash_last, pack_ids
+from snapshot_trainers.order_state import expect_whole
 from snapshot_trainers.prepared import (
     batches_in_round,
     count_own,
@@ -41,6 +41,9 @@ from snapshot_trainers.prepared import (
 from snapshot_trainers.sampler_states import (
     changed_globals,
     globals_kept,
+    is_strided,
+    order_of_all,
+    read_counters,
     read_globals,
     read_samplers,
     walk_samplers,
@@ -286,7 +289,13 @@ class DataOrder:
         """The number of this replica and of all, if accelerate shares the batches out."""
         self._round = batches_in_round(loader, inner) if self._prepared else 1
         self._source, self._by_sample = self._find_source(inner)
+        self._first = read_counters(self.samplers)
+        """The integers that the samplers held when they were made."""
         self._epoch = self._make_epoch(0)
+        self._earlier: tuple[_Epoch, int] | None = None
+        """The epoch before, and the batches that its loop had got when it ended."""
+        self._read_by_others = False
+        """True if something else than the loader read the batches of this epoch."""
         self._past: list[Sum] = []
         self._evened: dict[int, Sum] = {}
         """Numbers of past epochs -> the samples that were seen once more to even out their last batches."""
@@ -339,6 +348,12 @@ class DataOrder:
             with self._workers_kept():
                 return _Counted(begin(), self._epoch)
         self._epoch = epoch = _Epoch.from_state(resumed, self._epoch.each)
+        self._earlier, self._read_by_others = None, False
+        if resumed["after"] is not None:
+            write_samplers(self.samplers, resumed["after"], self._first, everywhere=False)
+            self._resumed()
+            self._outer.iteration += 1
+            return _Counted(iter(()), epoch)
         return _Counted(self._go_on(begin()) if self._prepared else self._resume(begin, epoch), epoch)
 
     def _resume(self, begin: Callable[[], Iterator[Any]], epoch: _Epoch) -> Iterator[Any]:
@@ -404,6 +419,7 @@ class DataOrder:
     def _close_epoch(self) -> None:
         """Note what the last epoch had, and begin another one."""
         last = self._epoch
+        self._earlier, self._read_by_others = (last, last.batches), False
         if last.batches or last.finished or last.divided.samples:
             self._past, self._evened = self._with_last(last)
             self._epoch = self._make_epoch(last.number + 1)
@@ -431,7 +447,10 @@ class DataOrder:
 
     def expect_own_reader(self) -> None:
         """Raise if something else than the loader reads its batches between a restore and the next epoch."""
-        if self._waiting is not None and not self._reads:
+        if self._reads:
+            return
+        self._read_by_others = True
+        if self._waiting is not None:
             raise SnapshotError(
                 "the loader goes on after the batches that were seen by itself, and something else reads from its "
                 "batch sampler, such as skip_first_batches; loop over the prepared loader, without it"
@@ -462,7 +481,7 @@ class DataOrder:
             return self._note(epoch, lambda: self._begin_again(epoch, inner))
         epoch.batch_size = self._batch_size
         samplers = self.samplers
-        at_iter, held = read_globals(), read_samplers(samplers)
+        at_iter, held = read_globals(), read_samplers(samplers, self._first)
         drawn = self._begin(inner)
         start = {"globals": changed_globals(at_iter, read_globals()), "samplers": held}
         return self._note(epoch, lambda: self._watch_first(epoch, drawn, start))
@@ -470,7 +489,7 @@ class DataOrder:
     def _watch_first(self, epoch: _Epoch, drawn: Iterator[Any], start: dict[str, Any]) -> Iterator[Any]:
         """Return all of an epoch. Note what the samplers hold before the first draw, when most of them begin."""
         samplers = self.samplers
-        before, held = read_globals(), read_samplers(samplers)
+        before, held = read_globals(), read_samplers(samplers, self._first)
         found = list(islice(drawn, 1))
         at_next = {"globals": changed_globals(before, read_globals()), "samplers": held}
         epoch.start = {
@@ -509,8 +528,9 @@ class DataOrder:
             if epoch.divided.samples:
                 drawn = self._divide(epoch, drawn)
             if shard is None:
-                count = seen.samples if self._by_sample else epoch.batches * epoch.each
-                rest = self._leave_out(epoch, drawn, count, seen, ids_of=_as_id if self._by_sample else _as_ids)
+                one_by_one = self._by_sample and source is not inner
+                count = seen.samples if one_by_one else epoch.batches * epoch.each
+                rest = self._leave_out(epoch, drawn, count, seen, ids_of=_as_id if one_by_one else _as_ids)
             else:
                 if size != epoch.batch_size:
                     self._divide_again(epoch, drawn, seen)
@@ -543,7 +563,7 @@ class DataOrder:
     def _set(self, epoch: _Epoch, part: State, start: State) -> None:
         """Let the samplers hold what they held at one of the two moments at which an epoch begins."""
         saved = part["samplers"] if part["samplers"] is not None else start["iter"]["samplers"]
-        write_samplers(self.samplers, saved, everywhere=epoch.moved)
+        write_samplers(self.samplers, saved, self._first, everywhere=epoch.moved)
         write_globals(part["globals"])
 
     def _leave_out(
@@ -586,7 +606,7 @@ class DataOrder:
             if self._by_sample:
                 return self._leave_out(epoch, drawn, divided.samples, divided, ids_of=_as_id, ended=True)
             return self._leave_out(epoch, drawn, epoch.units, divided, ended=True)
-        order = _order_of_all(sampler)
+        order = order_of_all(sampler)
         if divided.samples > len(order):
             epoch.repeated = divided - hash_ids(order) if epoch.before.samples else _NOTHING
         elif hash_ids(order[: divided.samples]) != divided:
@@ -694,6 +714,7 @@ class DataOrder:
         if self._waiting is not None:
             return dict(self._waiting)
         epoch = self._epoch
+        self._expect_known(epoch)
         between = epoch.finished or (epoch.start is None and not epoch.batches)
         past, evened = self._with_last(epoch) if epoch.finished else (self._past, self._evened)
         return {
@@ -711,9 +732,29 @@ class DataOrder:
             "batch_size": epoch.batch_size,
             "iteration": self._outer.iteration if self._prepared else None,
             "start": None if between else epoch.start,
-            "now": read_samplers(self.samplers) if between else None,
+            "after": read_samplers(self.samplers, self._first) if self._has_nothing_left(epoch) else None,
+            "now": read_samplers(self.samplers, self._first) if between else None,
             "moved": epoch.moved and not between,
         }
+
+    def _has_nothing_left(self, epoch: _Epoch) -> bool:
+        """Return True in the last batch of a loader that accelerate dispatches, which cannot run an empty epoch."""
+        return self._dispatched and bool(self._outer.end_of_dataloader) and epoch.batches > 0 and not epoch.finished
+
+    def _expect_known(self, epoch: _Epoch) -> None:
+        """Raise if the place is not known."""
+        reason = None
+        if epoch.batches and epoch.start is None and not (self._streams or self._silent):
+            reason = "its iterator was made before the LoaderState: make it after the loader, and before any loop"
+        elif self._read_by_others and not epoch.batches:
+            reason = (
+                "its batches were read by something else than the loader, such as skip_first_batches: loop over the "
+                "loader itself, or save when the next epoch has begun"
+            )
+        elif self._earlier is not None and self._earlier[0].batches != self._earlier[1]:
+            reason = "two loops read it at once: use a second loader for the inner loop"
+        if reason is not None:
+            raise SnapshotError(f"the place of the loader is not known, since {reason}")
 
     def _shape(self) -> dict[str, Any]:
         """Return what must be the same for the order to be."""
@@ -733,11 +774,19 @@ class DataOrder:
 
     def expect_same(self, state: State) -> None:
         """Raise unless a state fits this loader."""
+        expect_whole(state)
         now, saved = self._shape(), state["shape"]
         names = [*now, *(name for name in saved if name not in now)]
         changed = [
             f"{each} was {saved.get(each)}, now {now.get(each)}" for each in names if now.get(each) != saved.get(each)
         ]
+        for held in (state["now"], state["after"], state["start"] and state["start"]["iter"]["samplers"]):
+            if held is not None and len(held) != len(self.samplers):
+                changed.append(f"samplers were {len(held)}, now {len(self.samplers)}")
+        if state["batches"] and state["start"] is None and not (self._streams or self._dispatched):
+            changed.append("the start of the epoch is not there")
+        if state["between"] != (state["now"] is not None):
+            changed.append("it is between two epochs and within one")
         if changed:
             raise ValueError(
                 f"the loader has another order than the one that was saved: {'; '.join(changed)}; restore with what "
@@ -751,12 +800,13 @@ class DataOrder:
         self._past = [Sum.decode(past[at : at + RECORD]) for at in range(0, len(past), RECORD)]
         self._evened = {int(number): Sum.decode(each) for number, each in state["evened"].items()}
         self._epoch = self._make_epoch(state["epoch"])
+        self._earlier, self._read_by_others = None, False
         if self._prepared:
             self._outer.iteration = state["iteration"]
         self._waiting = None if state["between"] else dict(state)
         self._follows = bool(state["between"] and state["epoch"])
         if state["now"] is not None:
-            write_samplers(self.samplers, state["now"], everywhere=state["moved"])
+            write_samplers(self.samplers, state["now"], self._first, everywhere=state["moved"])
 
     def reshard(self, states: Sequence[State], replica: int, replicas: int) -> dict[str, Any]:
         """Return the state of one of other replicas than those that saved these states."""
@@ -800,7 +850,8 @@ class DataOrder:
                 "the loader to begin a new epoch"
                 if not self._streams
                 else f"an iterable dataset cannot be divided between {replicas} replicas instead of {len(states)}: use "
-                "a StatefulDataLoader, and give the dataset a method reshard_state_dict(states, rank, world)"
+                "a StatefulDataLoader, and give the dataset a method reshard_state_dict(states, rank, world), or "
+                f"restore with {len(states)}, or exclude the loader to begin a new epoch"
             )
         seen = _add(Sum.decode(each["seen"]) for each in states)
         before = _add(Sum.decode(each["before"]) for each in states)
@@ -839,17 +890,3 @@ def _length_of(dataset: Any) -> int | None:
         return len(dataset)
     except (TypeError, NotImplementedError):
         return None
-
-
-def is_strided(sampler: DistributedSampler[Any]) -> bool:
-    """Return True if replicas take turns in one order, as in the base class. A subclass may have another order."""
-    owner = next(each for each in type(sampler).__mro__ if "__iter__" in vars(each))
-    return owner is DistributedSampler or owner.__module__.startswith("torchdata.")
-
-
-def _order_of_all(sampler: Any) -> list[Any]:
-    """Return the order of an epoch that replicas divide: that of a single replica."""
-    alone = copy.copy(sampler)
-    alone.num_replicas, alone.rank = 1, 0
-    alone.num_samples = alone.total_size = len(sampler.dataset)
-    return list(DistributedSampler.__iter__(alone))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from snapshot.state.rng import RNGState
@@ -93,6 +94,21 @@ def _write_generator(value: Any, state: State) -> None:
         value.set_state(state["numpy"])
 
 
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, also those in slots."""
+    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind) if hasattr(value, name)]
+    return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
+
+
+def _slots_of(kind: Any) -> Sequence[str]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _is_counter(value: Any) -> bool:
+    return type(value) is int or isinstance(value, np.integer)
+
+
 def walk_samplers(sampler: Any) -> list[Any]:
     """Return a sampler and those that it draws from."""
     found: list[Any] = []
@@ -103,29 +119,43 @@ def walk_samplers(sampler: Any) -> list[Any]:
             continue
         found.append(each)
         left += [getattr(each, name, None) for name in ("batch_sampler", "sampler")]
+        left += [value for value in _attributes(each).values() if isinstance(value, Sampler)]
         if isinstance(each, DistributedSampler):
             left.append(getattr(each.dataset, "_sampler", None))  # Lightning's wrapper divides what a sampler gave
     return found
 
 
-def read_samplers(samplers: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the counters and generators of each sampler."""
+def read_counters(samplers: Sequence[Any]) -> list[dict[str, int]]:
+    """Return the integers that each sampler holds."""
+    return [{name: int(value) for name, value in _attributes(each).items() if _is_counter(value)} for each in samplers]
+
+
+def read_samplers(samplers: Sequence[Any], first: Sequence[Mapping[str, int]]) -> list[dict[str, Any]]:
+    """Return the counters and generators of each sampler.
+
+    `first`: the integers that they held when they were made. Those that are still the same are settings of the
+    application, or counters that have not counted yet.
+    """
     found = []
-    for each in samplers:
+    for at, each in enumerate(samplers):
+        settings = first[at] if at < len(first) else {}
         held: dict[str, Any] = {}
-        for name, value in getattr(each, "__dict__", {}).items():
-            if type(value) is int:
-                held[name] = value
+        for name, value in _attributes(each).items():
+            if _is_counter(value):
+                if name in _EVERYWHERE or settings.get(name) != value:
+                    held[name] = int(value)
             elif (state := _read_generator(value)) is not None:
                 held[name] = state
         found.append(held)
     return found
 
 
-def write_samplers(samplers: Sequence[Any], saved: Sequence[State], *, everywhere: bool) -> None:
+def write_samplers(
+    samplers: Sequence[Any], saved: Sequence[State], first: Sequence[Mapping[str, int]], *, everywhere: bool
+) -> None:
     """Set the counters and generators of samplers. With `everywhere`, only what is the same on all ranks."""
-    for each, held in zip(samplers, saved, strict=True):
-        for name, state in held.items():
+    for at, (each, held) in enumerate(zip(samplers, saved, strict=True)):
+        for name, state in {**(first[at] if at < len(first) else {}), **held}.items():
             value = getattr(each, name, None)
             if isinstance(state, Mapping):
                 if value is None and "torch" in state:  # that of another number of ranks had one
@@ -133,8 +163,10 @@ def write_samplers(samplers: Sequence[Any], saved: Sequence[State], *, everywher
                     setattr(each, name, value)
                 if value is not None:
                     _write_generator(value, state)
+            elif not (value is None or _is_counter(value)):
+                continue
             elif value != state and (name in _EVERYWHERE or not (everywhere or name in _SETTINGS)):
-                setattr(each, name, state)
+                setattr(each, name, state if value is None else type(value)(state))
 
 
 @contextmanager
@@ -152,3 +184,17 @@ def without_new_generators(samplers: Sequence[Any], saved: Sequence[State]) -> I
     finally:
         for each, generator in taken:
             each.generator = generator
+
+
+def is_strided(sampler: DistributedSampler[Any]) -> bool:
+    """Return True if replicas take turns in one order, as in the base class. A subclass may have another order."""
+    owner = next(each for each in type(sampler).__mro__ if "__iter__" in vars(each))
+    return owner is DistributedSampler or owner.__module__.startswith("torchdata.")
+
+
+def order_of_all(sampler: Any) -> list[Any]:
+    """Return the order of an epoch that replicas divide: that of a single replica."""
+    alone = copy.copy(sampler)
+    alone.num_replicas, alone.rank = 1, 0
+    alone.num_samples = alone.total_size = len(sampler.dataset)
+    return list(DistributedSampler.__iter__(alone))

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from snapshot_trainers.data_order import DataOrder, is_strided, order_of
+from snapshot_trainers.data_order import DataOrder, order_of
 from snapshot_trainers.prepared import is_prepared
+from snapshot_trainers.sampler_states import is_strided
 from snapshot_trainers.streams import LitDataLoader, stream_of
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ numbers that the Trainer counts with follow from what is left.
 from __future__ import annotations
 
 import inspect
-import json
 import math
 import os
 import sys
@@ -16,17 +15,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from snapshot.decoding import decode_json_of_python
 from snapshot.errors import RestoreError, SnapshotError
 from snapshot.events import log
+from snapshot.interop.weight_digests import STATE
 from snapshot_trainers.data_order import is_tracked
 from snapshot_trainers.prepared import is_prepared
 from snapshot_trainers.torchdata import LoaderState
 from snapshot_trainers.trainer_folders import snapshot_in
 
-_STATE = "trainer_state.json"
 _RUN_EPOCH = frozenset(
     (
         "epoch",
+        "epochs_trained",
         "steps_in_epoch",
         "num_update_steps_per_epoch",
         "resume_from_checkpoint",
@@ -62,7 +63,11 @@ class TrainerOrder:
         values = super().set_initial_training_values(args, dataloader, *others, **options)  # type: ignore[misc]
         self._place = self._loader = None
         if not self._keeps_order(dataloader):
-            log.info("the place in the epoch is not saved: the data loader is not one that accelerate prepared")
+            log.warning(
+                "the place in the epoch is not saved, so an interrupted epoch will lose and repeat samples: the "
+                "training loader must be one that accelerate prepared, got %s",
+                type(dataloader).__name__,
+            )
             return values
         self._loader = loader = LoaderState(dataloader)
         if self._resumes_from is None or args.ignore_data_skip or not _restore(loader, self._resumes_from):
@@ -81,8 +86,8 @@ class TrainerOrder:
         updates_left = math.ceil(left / every)
         done = updates - updates_left
         self._place = _Place(epoch, done * every, done * every + left, updates)
-        with open(os.path.join(self._resumes_from, _STATE)) as file:
-            step = json.load(file)["global_step"]
+        with open(os.path.join(self._resumes_from, STATE), "rb") as file:
+            step = decode_json_of_python(file.read(), STATE)["global_step"]
         if args.max_steps > 0:
             epochs = epoch + 1 + max(math.ceil((most - step - updates_left) / updates), 0)
         elif (last := step + most - (epoch * updates + done)) != most:
@@ -105,6 +110,15 @@ class TrainerOrder:
 
     def _run_epoch(self, **options: Any) -> Any:
         place, self._place = self._place, None
+        first = options["resume_from_checkpoint"] is not None and options["epoch"] == options["epochs_trained"]
+        if place is None and first and options["steps_trained_in_current_epoch"]:
+            # The checkpoint has no place, and the Trainer skips batches in another loader. So those that are saved in
+            # this epoch have none, either.
+            loader, self._loader = self._loader, None
+            try:
+                return super()._run_epoch(**options)  # type: ignore[misc]
+            finally:
+                self._loader = loader
         if place is None or place.epoch != options["epoch"]:
             return super()._run_epoch(**options)  # type: ignore[misc]
         # The Trainer restores them after the first batches, for loaders that draw a new order.

@@ -22,8 +22,9 @@ from snapshot.cli import main
 PAGES = Path(__file__).parents[2] / "docs/reference/cli"
 HOME = "/home/me"
 """Where the pages say that they are."""
-MACHINES = {"attempts", "bench", "doctor", "ui", "upload"}
-"""Pages that are not run: the output depends on the machine, or on jobs there. `ui` ends only with a signal."""
+MACHINES = {"attempts", "bench", "doctor", "samples", "ui", "upload"}
+"""Pages that are not run: the output depends on the machine, or on jobs there. `ui` ends only with a signal,
+and `samples` needs a run with a data loader, which is a plugin's."""
 _BLOCK = re.compile(r"^```console\n(.*?)^```$|^% (.*?)$", re.DOTALL | re.MULTILINE)
 """What a page shows; or, in a comment, what is done before: `% $ snapshot ...`, or `% flip SNAPSHOT`, a bit of it."""
 STATUS = "echo $?"

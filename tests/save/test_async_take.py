@@ -251,7 +251,9 @@ def test_async_take_interrupted_in_the_call_leaves_nothing_pending(tmp_path, mon
                 patch.setattr("snapshot.snapshot.PendingSnapshot", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 Snapshot.async_take(tmp_path / name, live)
-        assert not (tmp_path / name).exists()
+        # A take that has begun in full may have committed before the call was interrupted.
+        committed = name == "PendingSnapshot" and (tmp_path / name).exists()
+        assert not (tmp_path / name).exists() or (committed and Snapshot(tmp_path / name).verify().ok)
         assert " 0 in use" in repr(arena())
     Snapshot.async_take(tmp_path / "next", live, options=TakeOptions(when_busy="raise")).wait(30)
 

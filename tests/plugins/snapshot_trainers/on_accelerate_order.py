@@ -20,7 +20,7 @@ from tests.helpers.forked_ranks import fork_ranks
 from tests.plugins.snapshot_trainers.orders import Numbers, ids_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-LENGTH, CUT = 48, 2
+LENGTH = 48
 KINDS = {
     "default": {},
     "seedable": {"use_seedable_sampler": True},
@@ -54,7 +54,7 @@ def train(loader, until=None):
     return found
 
 
-def _saved(folder, kind):
+def _saved(folder, kind, cut):
     """Save in the second epoch, and go on: what an uninterrupted run sees, too."""
     accelerator, loader = prepared(kind)
     torch.manual_seed(5 + accelerator.process_index)
@@ -62,7 +62,7 @@ def _saved(folder, kind):
     found = []
     for number, batch in enumerate(loader, 1):
         found.append((ids_of(batch), torch.rand(1).item()))
-        if number == CUT:
+        if number == (cut or len(loader)):
             save_state(accelerator, folder)
     return found, train(loader)
 
@@ -83,16 +83,19 @@ def _refused(folder, kind):
         return True
     load_state(accelerator, folder)
     with pytest.raises(SnapshotError, match="without it"):
-        accelerator.skip_first_batches(loader, CUT)
+        accelerator.skip_first_batches(loader, 2)
     return True
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [1, 2])
-def test_accelerate_loops_go_on_with_each_sample_once(tmp_path, kind, world):
-    whole = fork_ranks(world, tmp_path, _saved, tmp_path / "saved", kind)
+@pytest.mark.parametrize("cut", [2, None])
+def test_accelerate_loops_go_on_with_each_sample_once(tmp_path, kind, world, cut):
+    """They are saved after some batches, or in the last one."""
+    whole = fork_ranks(world, tmp_path, _saved, tmp_path / "saved", kind, cut)
+    cut = cut or len(whole[0][0])
     again = fork_ranks(world, tmp_path, _resumed, tmp_path / "saved", kind)
-    assert [each[0][CUT:] for each in whole] == [each[0] for each in again]
+    assert [each[0][cut:] for each in whole] == [each[0] for each in again]
     assert [[ids for ids, _ in each[1]] for each in whole] == [[ids for ids, _ in each[1]] for each in again]
     other = 3 - world
     if kind.startswith("dispatched"):
@@ -100,10 +103,31 @@ def test_accelerate_loops_go_on_with_each_sample_once(tmp_path, kind, world):
         return
     assert all(fork_ranks(world, tmp_path, _refused, tmp_path / "saved", kind))
     rest = fork_ranks(other, tmp_path, _resumed, tmp_path / "saved", kind)
-    seen = [one for each in whole for ids, _ in each[0][:CUT] for one in ids]
+    seen = [one for each in whole for ids, _ in each[0][:cut] for one in ids]
     seen += [one for each in rest for ids, _ in each[0] for one in ids]
     assert sorted(seen) == list(range(LENGTH))
     assert sorted(one for each in rest for ids, _ in each[1] for one in ids) == list(range(LENGTH))
+
+
+def test_accelerate_loop_that_something_else_reads_is_not_saved(tmp_path):
+    accelerator, loader = prepared("default")
+    next(iter(accelerator.skip_first_batches(loader, 2)))
+    with pytest.raises(SnapshotError, match="read by something else than the loader, such as skip_first_batches"):
+        save_state(accelerator, tmp_path / "saved")
+    next(iter(loader))
+    save_state(accelerator, tmp_path / "saved")
+
+
+def test_accelerate_loops_that_are_not_tracked_are_named(tmp_path, caplog):
+    accelerator, loader = prepared("default")
+    other = accelerator.prepare(DataLoader(Numbers(8)))
+    with caplog.at_level("INFO"):
+        save_state(accelerator, tmp_path / "saved")
+    assert "the order of 1 data loaders is not saved" in caplog.text
+    track_loaders(accelerator, other)
+    load_state(accelerator, tmp_path / "saved")
+    assert "has no place of the data loader 'loader_1', which begins a new epoch" in caplog.text
+    assert len(list(loader)) == 12
 
 
 def test_accelerate_loops_are_as_without_their_places():

@@ -72,7 +72,7 @@ class Stop(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-def train(folder, stop=None, resume=False, streamed=False, **options):
+def train(folder, stop=None, resume=False, streamed=False, kind=OurTrainer, **options):
     """Train, and return what the model saw, the steps, the end of the scheduler, and the last learning rate."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -85,7 +85,7 @@ def train(folder, stop=None, resume=False, streamed=False, **options):
     arguments = TrainingArguments(str(folder), **{**given, **options})
     callbacks = [Stop(stop)] if stop else []
     rows = Stream() if streamed else Rows()
-    trainer = OurTrainer(model, arguments, train_dataset=rows, data_collator=collate, callbacks=callbacks)
+    trainer = kind(model, arguments, train_dataset=rows, data_collator=collate, callbacks=callbacks)
     trainer.train(resume_from_checkpoint=resume)
     rate = trainer.lr_scheduler.get_last_lr()[0]
     return model.seen, trainer.state.global_step, trainer.state.max_steps, rate, round(trainer.state.epoch, 6)
@@ -156,10 +156,24 @@ def test_trainer_epoch_goes_on_on_other_ranks_with_each_sample_once(tmp_path, ki
     assert {path.split("/")[1] for path in snapshot.get_manifest()} >= {"loader", "rng"}
 
 
-def test_trainer_second_pass_over_an_iterable_dataset_goes_on(tmp_path):
+def test_trainer_epoch_of_a_checkpoint_without_a_place_is_skipped_by_the_trainer_each_time(tmp_path):
+    whole = train(tmp_path / "whole")
+    found = train(tmp_path / "run", 4, kind=Trainer)[0]  # 18 steps are an epoch
+    found += train(tmp_path / "run", 9, resume=True)[0]
+    found += train(tmp_path / "run", 20, resume=True)[0]  # the next epoch has a place
+    found += train(tmp_path / "run", resume=True)[0]
+    assert [ids for ids, _ in found] == [ids for ids, _ in whole[0]]
+    held = [
+        "0/loader" in Snapshot(str(path / FOLDER)).get_manifest() for path in sorted((tmp_path / "run").glob("*-*0"))
+    ]
+    assert held == [True]
+
+
+@pytest.mark.parametrize("stop", [18, 25])
+def test_trainer_second_pass_over_an_iterable_dataset_goes_on(tmp_path, stop):
     options = {"streamed": True, "max_steps": 40}
     whole = train(tmp_path / "whole", **options)
-    begun = train(tmp_path / "run", 25, **options)  # an epoch has 18 batches
+    begun = train(tmp_path / "run", stop, **options)  # an epoch has 18 batches
     rest = train(tmp_path / "run", resume=True, **options)
     assert [ids for ids, _ in begun[0] + rest[0]] == [ids for ids, _ in whole[0]]
     assert rest[1] == 40

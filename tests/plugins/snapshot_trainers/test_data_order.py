@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import os
 import pickle
 import random
@@ -235,7 +236,149 @@ def test_data_order_of_an_iterable_dataset_is_read_again(workers):
         list(shorter)
 
 
+class Bulk(SequentialSampler):
+    """Gives the ids of whole batches, for a loader without a batch size."""
+
+    def __iter__(self):
+        return iter([[3, 1], [2], [0, 4, 5]])
+
+
+def test_data_order_of_a_sampler_that_gives_whole_batches():
+    class Lists(Numbers):
+        def __getitem__(self, index):
+            return index
+
+    loader = DataLoader(Lists(6), batch_size=None, sampler=Bulk(Numbers(6)))
+    state = LoaderState(loader)
+    seen = next(iter(loader))
+    again = DataLoader(Lists(6), batch_size=None, sampler=Bulk(Numbers(6)))
+    LoaderState(again).load_state_dict(copy.deepcopy(state.state_dict()))
+    assert [seen, *again] == [[3, 1], [2], [0, 4, 5]]
+
+
+class Counted(RandomSampler):
+    """A sampler whose counters are of several kinds, and one of whose integers is a setting."""
+
+    __slots__ = ("slot",)
+
+    def __init__(self, length, limit):
+        self.slot, self.number, self.limit, self.length = 0, np.int64(0), limit, length
+
+    def __iter__(self):
+        order = list(range(self.length))
+        random.Random(self.slot * 7 + int(self.number)).shuffle(order)
+        self.slot += 1
+        self.number += 1
+        return iter(order[: self.limit])
+
+    def __len__(self):
+        return self.limit
+
+
+class Wrapping(SequentialSampler):
+    def __init__(self, base):
+        self.base = base
+
+    def __iter__(self):
+        return iter(self.base)
+
+    def __len__(self):
+        return len(self.base)
+
+
+@pytest.mark.parametrize("steps", [3, 6])
+def test_data_order_saves_counters_and_leaves_settings(steps):
+    def make(limit):
+        return DataLoader(Numbers(24), batch_size=4, sampler=Wrapping(Counted(24, limit)))
+
+    loader = make(12)
+    state = LoaderState(loader)
+    found = [ids_of(each) for each in itertools.islice(itertools.chain(loader, loader), steps)]
+    whole = [ids_of(each) for each in make(12)]
+    assert found[:3] == whole
+    if steps == 6:
+        assert [ids_of(each) for each in loader] != whole
+    again = make(20)
+    LoaderState(again).load_state_dict(copy.deepcopy(state.state_dict()))
+    list(again)
+    assert again.sampler.base.limit == 20
+    assert len(list(again)) == 5
+    assert type(again.sampler.base.number) is np.int64
+
+
+def test_data_order_is_restored_to_a_counter_that_had_not_counted():
+    loader = DataLoader(Numbers(24), batch_size=4, sampler=Counted(24, 24))
+    state = LoaderState(loader)
+    saved = copy.deepcopy(state.state_dict())
+    first = [ids_of(each) for each in loader]
+    list(loader)
+    state.load_state_dict(saved)  # in the same process
+    assert [ids_of(each) for each in loader] == first
+
+
 # Refusals
+
+
+class Early(DataLoader):
+    """A loader that makes its iterator itself, once and early."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.made = super().__iter__()
+
+    def __iter__(self):
+        return self.made
+
+
+def test_data_order_refuses_to_save_a_place_that_it_does_not_know():
+    early = Early(Numbers(20), batch_size=4)
+    state = LoaderState(early)
+    next(iter(early))
+    with pytest.raises(SnapshotError, match="its iterator was made before the LoaderState"):
+        state.state_dict()
+    loader = shuffled()
+    state = LoaderState(loader)
+    outer = iter(loader)
+    next(outer)
+    list(loader)
+    state.state_dict()  # the outer loop may have ended
+    next(outer)
+    with pytest.raises(SnapshotError, match="two loops read it at once"):
+        state.state_dict()
+    next(iter(loader))
+    state.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("seen", None), ("seen", b"12"), ("epoch", -3), ("epoch", "x"), ("start", None), ("start", {"iter": 1}),
+        ("between", True), ("now", [{}]), ("past", b"1"), ("evened", {"a": b""}), ("batches", 1.5), ("moved", 1),
+        ("shape", 3), ("units", -1), ("iteration", "1"),
+    ],
+)  # fmt: skip
+def test_data_order_refuses_a_damaged_state(part, value):
+    saved, _ = begin(shuffled(), 3)
+    saved["order"][part] = value
+    for damaged in (saved, {**saved, "order": {name: each for name, each in saved["order"].items() if name != part}}):
+        again = shuffled()
+        state = LoaderState(again)
+        before = copy.deepcopy(state.state_dict())
+        with pytest.raises(ValueError, match="exclude the loader to begin a new epoch"):
+            state.load_state_dict(damaged)
+        assert state.state_dict() == before
+        assert len(list(again)) == 12
+
+
+def test_data_order_writes_no_attribute_that_is_no_counter():
+    saved, _ = begin(shuffled(), 3)
+    for held in saved["order"]["start"]["iter"]["samplers"]:
+        held |= {"sampler": 1, "data_source": 2, "batch_size": 7}
+    again = shuffled()
+    LoaderState(again).load_state_dict(saved)
+    list(again)
+    assert again.batch_size == again.batch_sampler.batch_size == 4
+    assert isinstance(again.batch_sampler.sampler, RandomSampler)
 
 
 class Unsteady(RandomSampler):
