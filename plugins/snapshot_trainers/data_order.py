@@ -25,7 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from snapshot.errors import SnapshotError
 from snapshot.events import log
-from snapshot_trainers.ledger import RECORD, Ledger, Sum, hash_ids, hash_last, pack_ids
+from snapshot_trainers.ledger import Ledger, Sum, hash_ids, hash_last, pack_ids
 from snapshot_trainers.order_state import expect_whole
 from snapshot_trainers.prepared import (
     batches_in_round,
@@ -530,7 +530,7 @@ class DataOrder:
             if shard is None:
                 one_by_one = self._by_sample and source is not inner
                 count = seen.samples if one_by_one else epoch.batches * epoch.each
-                rest = self._leave_out(epoch, drawn, count, seen, ids_of=_as_id if one_by_one else _as_ids)
+                rest = self._leave_out(epoch, drawn, count, seen, one_by_one=one_by_one)
             else:
                 if size != epoch.batch_size:
                     self._divide_again(epoch, drawn, seen)
@@ -554,7 +554,7 @@ class DataOrder:
         """Leave out what all ranks have seen of an epoch in batches of another size."""
         shard, size = self._shard, epoch.batch_size
         if epoch.batches and size is not None:
-            prefix = list(islice(drawn, epoch.batches * size * (1 if shard.split_batches else shard.num_processes)))
+            prefix = list(islice(drawn, epoch.batches * size * self._round))
             self._leave_out(epoch, share(shard, iter(prefix), size, self._kind), epoch.batches, seen)
             own = count_own(len(prefix), size, shard)
             epoch.divide(hash_ids(prefix), hash_last(epoch.last, seen.samples - own))
@@ -573,10 +573,13 @@ class DataOrder:
         count: int,
         seen: Sum,
         *,
-        ids_of: Callable[[Any], list[Any]] | None = None,
+        one_by_one: bool = False,
         ended: bool = False,
     ) -> Iterator[Any]:
-        """Draw what was seen, and expect it to be the same. Return the rest. With `ended`, less may be there."""
+        """Draw what was seen, and expect it to be the same. Return the rest.
+
+        `one_by_one`: samples are drawn, and not batches. `ended`: less may be there.
+        """
         first = list(islice(drawn, min(count, 1)))
         held = read_globals()
         skipped = [*first, *islice(drawn, max(count - 1, 0))]
@@ -585,8 +588,7 @@ class DataOrder:
                 f"{self._name}: draws from the global random numbers all through an epoch, so its order depends on "
                 "what else draws from them; give it a generator of its own"
             )
-        of = ids_of or _as_ids
-        found = hash_ids(skipped) if of is _as_id else hash_ids([one for each in skipped for one in of(each)])
+        found = hash_ids(skipped if one_by_one else [one for each in skipped for one in _as_ids(each)])
         if ended and len(skipped) < count:
             epoch.repeated = seen - found if epoch.before.samples else _NOTHING
         elif len(skipped) != count or found != seen:
@@ -603,9 +605,8 @@ class DataOrder:
         """Return what is left of an epoch that other replicas began: for this replica, or for accelerate to share."""
         sampler, divided = self._source, epoch.divided
         if not isinstance(sampler, DistributedSampler) or self._prepared:
-            if self._by_sample:
-                return self._leave_out(epoch, drawn, divided.samples, divided, ids_of=_as_id, ended=True)
-            return self._leave_out(epoch, drawn, epoch.units, divided, ended=True)
+            count = divided.samples if self._by_sample else epoch.units
+            return self._leave_out(epoch, drawn, count, divided, one_by_one=self._by_sample, ended=True)
         order = order_of_all(sampler)
         if divided.samples > len(order):
             epoch.repeated = divided - hash_ids(order) if epoch.before.samples else _NOTHING
@@ -796,8 +797,7 @@ class DataOrder:
     def load_state_dict(self, state: State) -> None:
         """Go on from a state when the next epoch begins."""
         self.expect_same(state)
-        past = state["past"]
-        self._past = [Sum.decode(past[at : at + RECORD]) for at in range(0, len(past), RECORD)]
+        self._past = Sum.decode_all(state["past"])
         self._evened = {int(number): Sum.decode(each) for number, each in state["evened"].items()}
         self._epoch = self._make_epoch(state["epoch"])
         self._earlier, self._read_by_others = None, False
@@ -817,16 +817,13 @@ class DataOrder:
         if len(places) > 1:
             told = " and ".join(f"batch {batches} of epoch {epoch}" for epoch, batches in places[:3])
             raise ValueError(f"the replicas must be at the same batch, got {told}; save when all are at the same step")
-        past = [
-            Sum.decode(part[at : at + RECORD]) for part in (each["past"] for each in states) for at in _records(part)
-        ]
-        numbers = len(first["past"]) // RECORD
-        if any(len(each["past"]) != len(first["past"]) for each in states):
+        pasts = [Sum.decode_all(each["past"]) for each in states]
+        if len(set(map(len, pasts))) > 1:
             raise ValueError("the replicas must have had the same number of epochs")
-        merged = [_add(past[number::numbers]) for number in range(numbers)] if numbers else []
+        merged = [sum(parts, _NOTHING) for parts in zip(*pasts, strict=True)]
         mine = replica == 0  # what all have seen is counted once
         evened = {
-            number: _add(Sum.decode(each["evened"][number]) for each in states if number in each["evened"])
+            number: sum((Sum.decode(each["evened"][number]) for each in states if number in each["evened"]), _NOTHING)
             for number in sorted({number for each in states for number in each["evened"]})
         }
         made = {
@@ -853,16 +850,12 @@ class DataOrder:
                 "a StatefulDataLoader, and give the dataset a method reshard_state_dict(states, rank, world), or "
                 f"restore with {len(states)}, or exclude the loader to begin a new epoch"
             )
-        seen = _add(Sum.decode(each["seen"]) for each in states)
-        before = _add(Sum.decode(each["before"]) for each in states)
+        seen = sum((Sum.decode(each["seen"]) for each in states), _NOTHING)
+        before = sum((Sum.decode(each["before"]) for each in states), _NOTHING)
         made["divided"] = (Sum.decode(first["divided"]) + seen).encode()
         made["before"] = (before + seen if mine else _NOTHING).encode()
         units = first["units"] + first["batches"] * first["round"]
         return {**made, "seen": _NOTHING.encode(), "batches": 0, "units": units}
-
-
-def _as_id(item: Any) -> list[Any]:
-    return [item]
 
 
 def _as_ids(item: Any) -> list[Any]:
@@ -872,17 +865,6 @@ def _as_ids(item: Any) -> list[Any]:
     if isinstance(item, torch.Tensor | np.ndarray) and item.ndim:
         return item.reshape(-1).tolist()
     return [item]
-
-
-def _records(data: bytes) -> range:
-    return range(0, len(data), RECORD)
-
-
-def _add(sums: Any) -> Sum:
-    total = _NOTHING
-    for each in sums:
-        total += each
-    return total
 
 
 def _length_of(dataset: Any) -> int | None:

@@ -61,6 +61,11 @@ class Sum(NamedTuple):
         samples, total = _RECORD.unpack(data)
         return cls(samples, int.from_bytes(total, "little"))
 
+    @classmethod
+    def decode_all(cls, data: bytes) -> list[Sum]:
+        """Return the sums whose bytes follow each other."""
+        return [cls.decode(data[at : at + RECORD]) for at in range(0, len(data), RECORD)]
+
 
 def pack_ids(ids: Sequence[Any]) -> bytes | Sum:
     """Return the ids of a batch as 64-bit numbers, which are hashed later; the sum of others, which cannot be."""

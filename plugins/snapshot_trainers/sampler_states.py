@@ -82,7 +82,8 @@ def _read_generator(value: Any) -> Any:
     return None
 
 
-def _write_generator(value: Any, state: State) -> None:
+def write_generator(value: Any, state: State) -> None:
+    """Set the state of a generator."""
     if isinstance(value, torch.Generator):
         value.set_state(_as_tensor(state["torch"]))
     elif isinstance(value, random.Random):
@@ -162,7 +163,7 @@ def write_samplers(
                     value = torch.Generator()
                     setattr(each, name, value)
                 if value is not None:
-                    _write_generator(value, state)
+                    write_generator(value, state)
             elif not (value is None or _is_counter(value)):
                 continue
             elif value != state and (name in _EVERYWHERE or not (everywhere or name in _SETTINGS)):

@@ -19,7 +19,8 @@ from snapshot.manager.root import Root
 from snapshot.reports import Report
 from snapshot.snapshot import Snapshot
 from snapshot.text import counted
-from snapshot_trainers.ledger import RECORD, Sum, find_difference, hash_ids, hash_range
+from snapshot_trainers.ledger import Sum, find_difference, hash_ids, hash_range
+from snapshot_trainers.sampler_states import write_generator
 
 _PLACE = "/order/past"
 """The end of the path of a loader's past epochs in a manifest. What precedes it is the path of its state."""
@@ -184,10 +185,7 @@ class _Seen:
     @classmethod
     def of(cls, states: Sequence[Mapping[str, Any]], order: Any = None) -> _Seen:
         """Add the states of all replicas."""
-        pasts = [
-            [Sum.decode(each["past"][at : at + RECORD]) for at in range(0, len(each["past"]), RECORD)]
-            for each in states
-        ]
+        pasts = [Sum.decode_all(each["past"]) for each in states]
         past = [sum((each[number] for each in pasts), Sum()) for number in range(min(map(len, pasts)))]
         evened: Counter[int] = Counter()
         for each in states:
@@ -244,7 +242,7 @@ def _repeat_order(snapshot: Snapshot, path: str, replicas: int) -> Any:
         generator.manual_seed(sampler["epoch"] + sampler["initial_seed"])
     elif name in (f"{_TORCH}sampler.RandomSampler", f"{_TORCHDATA}RandomSampler"):
         if "generator" in sampler:
-            generator.set_state(torch.frombuffer(bytearray(sampler["generator"]["torch"]), dtype=torch.uint8))
+            write_generator(generator, sampler["generator"])
         else:
             generator.set_state(held["globals"]["torch"])
             generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_(generator=generator).item()))

@@ -6,25 +6,17 @@ The rounds of what is compared alternate, and the fastest of each counts.
 import time
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from snapshot_trainers.ledger import Ledger, pack_ids
 from snapshot_trainers.torchdata import LoaderState
+from tests.plugins.snapshot_trainers.orders import Numbers
 
 ROUNDS = 15
 
 
-class Slow(Dataset):
+class Slow(Numbers):
     """A dataset whose samples cost about a microsecond each."""
-
-    def __init__(self, length):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        return index
 
     def __getitems__(self, indices):
         begin, end = time.perf_counter_ns(), 1000 * len(indices)
