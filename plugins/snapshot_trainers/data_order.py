@@ -496,6 +496,7 @@ class DataOrder:
             "iter": start,
             "next": at_next if held != start["samplers"] else {**at_next, "samplers": None},
             "lazy": self._is_lazy,
+            "replacement": bool(getattr(samplers[-1], "replacement", False)),
         }
         return chain(found, drawn)
 

@@ -224,7 +224,7 @@ def _repeat_order(snapshot: Snapshot, path: str, replicas: int) -> Any:
     """Return the order of an epoch of all replicas, from what its sampler held; None for samplers not known here."""
     shape, start = snapshot.read_object(f"{path}/shape"), snapshot.read_object(f"{path}/start")
     name, length = shape["samplers"][-1], shape["length"]
-    if start is None or shape["by"] != "samples" or length is None:
+    if start is None or start["replacement"] or shape["by"] != "samples" or length is None:
         return None
     held = start["iter"]
     if start["lazy"]:

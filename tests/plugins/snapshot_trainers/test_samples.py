@@ -129,6 +129,14 @@ def test_samples_of_a_running_epoch_are_compared_with_its_order(tmp_path, kind):
     assert lines_of(report) == ["loader: epoch 0: 48 of 48, 0 lost, 0 twice", text]
 
 
+def test_samples_drawn_with_replacement_are_only_counted(tmp_path):
+    loader = DataLoader(Numbers(20), batch_size=4, sampler=RandomSampler(Numbers(20), replacement=True))
+    state = LoaderState(loader)
+    next(iter(loader))
+    Snapshot.take(tmp_path / "s", {"loader": state})
+    assert lines_of(check_samples(str(tmp_path / "s"), 20)) == ["loader: epoch 0: 4 samples so far"]
+
+
 def test_samples_of_one_snapshot_and_of_several_loaders(tmp_path):
     one, other = DataLoader(range(6), batch_size=2), DataLoader(range(5), shuffle=True)
     states = {"one": LoaderState(one), "other": LoaderState(other)}
