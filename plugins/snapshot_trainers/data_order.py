@@ -294,8 +294,8 @@ class DataOrder:
         self._epoch = self._make_epoch(0)
         self._earlier: tuple[_Epoch, int] | None = None
         """The epoch before, and the batches that its loop had got when it ended."""
-        self._read_by_others = False
-        """True if something else than the loader read the batches of this epoch."""
+        self._read_by_others: int | None = None
+        """The batches that the loop had got when something else than the loader began to read; None if nothing did."""
         self._past: list[Sum] = []
         self._evened: dict[int, Sum] = {}
         """Numbers of past epochs -> the samples that were seen once more to even out their last batches."""
@@ -348,7 +348,7 @@ class DataOrder:
             with self._workers_kept():
                 return _Counted(begin(), self._epoch)
         self._epoch = epoch = _Epoch.from_state(resumed, self._epoch.each)
-        self._earlier, self._read_by_others = None, False
+        self._earlier, self._read_by_others = None, None
         if resumed["after"] is not None:
             write_samplers(self.samplers, resumed["after"], self._first, everywhere=False)
             self._resumed()
@@ -419,7 +419,7 @@ class DataOrder:
     def _close_epoch(self) -> None:
         """Note what the last epoch had, and begin another one."""
         last = self._epoch
-        self._earlier, self._read_by_others = (last, last.batches), False
+        self._earlier, self._read_by_others = (last, last.batches), None
         if last.batches or last.finished or last.divided.samples:
             self._past, self._evened = self._with_last(last)
             self._epoch = self._make_epoch(last.number + 1)
@@ -449,7 +449,7 @@ class DataOrder:
         """Raise if something else than the loader reads its batches between a restore and the next epoch."""
         if self._reads:
             return
-        self._read_by_others = True
+        self._read_by_others = self._epoch.batches
         if self._waiting is not None:
             raise SnapshotError(
                 "the loader goes on after the batches that were seen by itself, and something else reads from its "
@@ -748,7 +748,7 @@ class DataOrder:
         reason = None
         if epoch.batches and epoch.start is None and not (self._streams or self._silent):
             reason = "its iterator was made before the LoaderState: make it after the loader, and before any loop"
-        elif self._read_by_others and not epoch.batches:
+        elif self._read_by_others == epoch.batches:
             reason = (
                 "its batches were read by something else than the loader, such as skip_first_batches: loop over the "
                 "loader itself, or save when the next epoch has begun"
@@ -801,7 +801,7 @@ class DataOrder:
         self._past = Sum.decode_all(state["past"])
         self._evened = {int(number): Sum.decode(each) for number, each in state["evened"].items()}
         self._epoch = self._make_epoch(state["epoch"])
-        self._earlier, self._read_by_others = None, False
+        self._earlier, self._read_by_others = None, None
         if self._prepared:
             self._outer.iteration = state["iteration"]
         self._waiting = None if state["between"] else dict(state)
