@@ -98,6 +98,11 @@ def in_order(name: str) -> list[tuple[int, str]]:
     ]
 
 
+def newest_first(name: str) -> list[tuple[int, str]]:
+    """Return a sort key for names that puts the largest numbers in them first: the newest step."""
+    return [(-number, part) for number, part in in_order(name)]
+
+
 def _instead(url: URL, options: Mapping[str, Any] | None) -> str:
     try:
         names = list_names(url, options)
