@@ -1,6 +1,13 @@
 """How the documentation is built: `python -m sphinx -W -b html docs docs/_build`."""
 
+import tomllib
 from importlib import metadata  # and not `version` from it: Sphinx takes that name for a setting
+from pathlib import Path
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.transforms import SphinxTransform
+from sphinx.util import logging
 
 project = "snapshot"
 author = "the snapshot authors"
@@ -18,6 +25,7 @@ html_theme = "furo"
 html_title = "snapshot"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
+html_search_scorer = str(Path(__file__).with_name("scorer.js"))
 
 myst_heading_anchors = 3
 
@@ -46,6 +54,31 @@ def hide_constructors(app, what, name, obj, options, signature, returned):
     if name in ("snapshot.PendingSnapshot", "snapshot.plan.layout.SavePlan"):
         return "", None
     return None
+
+
+SEARCHED = tomllib.loads(Path(__file__).with_name("search.toml").read_text())
+"""Phrases by which each page is found, beside the words on it."""
+
+
+class AddPhrases(SphinxTransform):
+    """Add the phrases of a page to the index, and their words to the search."""
+
+    default_priority = 800  # before Sphinx collects the entries of the index
+
+    def apply(self):
+        """Add a node for the index, and one for the search."""
+        phrases = SEARCHED.get(self.env.docname)
+        if phrases:
+            [anchor, *_] = next(iter(self.document.findall(nodes.section)))["ids"]
+            entries = [("single", phrase, anchor, "main", None) for phrase in phrases]
+            self.document.insert(0, addnodes.index(entries=entries))
+            self.document.insert(0, nodes.meta("", name="keywords", content=", ".join(phrases)))
+
+
+def expect_pages(app, env):
+    """Warn if phrases are for a page that does not exist."""
+    for page in sorted(SEARCHED.keys() - env.found_docs):
+        logging.getLogger(__name__).warning("search.toml has phrases for %s, which does not exist", page)
 
 
 FORMER = {
@@ -86,6 +119,8 @@ def forward_old_addresses(app, exception):
 
 
 def setup(app):
+    app.add_transform(AddPhrases)
+    app.connect("env-updated", expect_pages)
     app.connect("build-finished", forward_old_addresses)
     app.connect("autodoc-process-signature", hide_constructors)
     app.connect("autodoc-process-docstring", hide_colons, priority=400)  # napoleon is at 500

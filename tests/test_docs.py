@@ -38,7 +38,9 @@ PAGES = [
     "docs/storage/index.md",
     "docs/storage/plugins.md",
     "docs/guides/performance.md",
+    "docs/guides/sizes.md",
     "docs/guides/troubleshooting.md",
+    "docs/migrate/from-dcp.md",
     "docs/migrate/from-torch-save.md",
 ]
 WIDEST = 88
