@@ -30,6 +30,7 @@ html_search_scorer = str(Path(__file__).with_name("scorer.js"))
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True  # not the repr, which has all fields of an options object
 autodoc_typehints = "both"
 autodoc_typehints_description_target = "documented"
 autodoc_default_options = {"members": True, "undoc-members": False}
@@ -49,14 +50,17 @@ def show_colons(app, what, name, obj, options, lines):
     lines[:] = [line.replace(COLON, ":") for line in lines]
 
 
-def hide_constructors(app, what, name, obj, options, signature, returned):
-    """Show no constructor of a class that only the library creates."""
+def adapt_signatures(app, what, name, obj, options, signature, returned):
+    """Show no constructor of a class that only the library creates, and no names of constants."""
     if name in ("snapshot.PendingSnapshot", "snapshot.plan.layout.SavePlan"):
         return "", None
+    if signature and "TAKE_OPTIONS" in signature:
+        return signature.replace("TAKE_OPTIONS", "TakeOptions()"), returned
     return None
 
 
-SEARCHED = tomllib.loads(Path(__file__).with_name("search.toml").read_text())
+PHRASES = Path(__file__).with_name("search.toml")
+SEARCHED = tomllib.loads(PHRASES.read_text())
 """Phrases by which each page is found, beside the words on it."""
 
 
@@ -67,6 +71,7 @@ class AddPhrases(SphinxTransform):
 
     def apply(self):
         """Add a node for the index, and one for the search."""
+        self.env.note_dependency(str(PHRASES))
         phrases = SEARCHED.get(self.env.docname)
         if phrases:
             [anchor, *_] = next(iter(self.document.findall(nodes.section)))["ids"]
@@ -122,6 +127,6 @@ def setup(app):
     app.add_transform(AddPhrases)
     app.connect("env-updated", expect_pages)
     app.connect("build-finished", forward_old_addresses)
-    app.connect("autodoc-process-signature", hide_constructors)
+    app.connect("autodoc-process-signature", adapt_signatures)
     app.connect("autodoc-process-docstring", hide_colons, priority=400)  # napoleon is at 500
     app.connect("autodoc-process-docstring", show_colons, priority=600)

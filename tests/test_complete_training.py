@@ -67,7 +67,7 @@ def last_step(folder: Path) -> Snapshot:
 
 
 def differences(first: Path, second: Path) -> list[str]:
-    """Return what differs at the end of two runs. Python seeds its own generator, which the script never uses, by chance."""
+    """Return what differs at the end of two runs, but for Python's generator, which is not seeded and not used."""
     return list(map(str, Snapshot.diff(last_step(first), last_step(second), exclude=["rng/python"])))
 
 

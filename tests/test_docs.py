@@ -171,7 +171,7 @@ def test_docs_reference_pages_list_exceptions() -> None:
 @pytest.mark.parametrize("name", ["Snapshot", "PendingSnapshot", "SnapshotManager"])
 def test_docs_reference_lists_the_exceptions_of_every_method(name: str) -> None:
     page = re.sub(r"(?<!^)([A-Z])", r"-\1", name).lower()
-    table = (DOCS / "reference" / f"{page}.md").read_text().partition("## Class")[0]
+    table = (DOCS / "reference" / f"{page}.md").read_text().partition("\n## Exceptions\n")[2].partition("\n## ")[0]
     kind = getattr(snapshot, name)
     methods = [
         method
