@@ -1,4 +1,4 @@
-"""A complete training script: it is killed, told to stop, or moved to another number of GPUs, and goes on exactly.
+"""A complete training script, which resumes exactly after a kill.
 
     python examples/complete_training.py FOLDER
     torchrun --nproc-per-node 2 examples/complete_training.py FOLDER
@@ -20,10 +20,18 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from snapshot import KeepBest, KeepLatest, ModelState, RNGState, SnapshotManager, StateDict, TakeOptions
+from snapshot import (
+    KeepBest,
+    KeepLatest,
+    ModelState,
+    RNGState,
+    SnapshotManager,
+    StateDict,
+    TakeOptions,
+)
 from snapshot_trainers.torchdata import LoaderState
 
-GLOBAL_BATCH = 24  # divided among the processes, so that another number of them trains on the same batches
+GLOBAL_BATCH = 24  # divided among the processes
 
 
 def examples(count: int, seed: int) -> TensorDataset:
@@ -39,11 +47,13 @@ def validate(model: nn.Module, data: TensorDataset, device: torch.device) -> flo
 
 
 def train(folder: Path, steps: int, save_every: int, shard: bool) -> None:
-    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    alone = not dist.is_initialized()
+    world, rank = (1, 0) if alone else (dist.get_world_size(), dist.get_rank())
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     torch.manual_seed(0)  # all processes begin with the same weights
-    model: nn.Module = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1)).to(device)
+    layers = nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1)
+    model = nn.Sequential(*layers).to(device)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.95))
     if shard:
         fully_shard(model)
@@ -55,17 +65,17 @@ def train(folder: Path, steps: int, save_every: int, shard: bool) -> None:
     scaler = torch.amp.GradScaler(device.type)
 
     data, held_out = examples(384, seed=1), examples(64, seed=2)
-    sampler: DistributedSampler[TensorDataset] = DistributedSampler(data, num_replicas=world, rank=rank)
+    sampler = DistributedSampler(data, num_replicas=world, rank=rank)
     loader = DataLoader(data, batch_size=GLOBAL_BATCH // world, sampler=sampler)
     progress = StateDict(step=0, epoch=0)
     torch.manual_seed(1 + rank)  # from here on, each process has its own dropout
 
     app_state = {
-        "train": ModelState(model, optimizer),  # the same names with DDP, FSDP2 and one process
+        "train": ModelState(model, optimizer),  # names without those of wrappers
         "ema": ModelState(ema),
         "scheduler": scheduler,
         "scaler": scaler,
-        "loader": LoaderState(loader),  # the loop goes on after the samples that were seen
+        "loader": LoaderState(loader),  # continues after the samples that were seen
         "progress": progress,
         "rng": RNGState(),
     }
@@ -73,7 +83,7 @@ def train(folder: Path, steps: int, save_every: int, shard: bool) -> None:
         folder,
         every=save_every,
         keep=KeepLatest(2) | KeepBest("val_loss"),
-        take_options=TakeOptions(replicated=[] if shard else ["ema"]),  # equal on all processes: written once
+        take_options=TakeOptions(replicated=[] if shard else ["ema"]),  # written once
     )
     with manager:
         resumed = manager.restore_latest(app_state)
@@ -84,24 +94,26 @@ def train(folder: Path, steps: int, save_every: int, shard: bool) -> None:
             sampler.set_epoch(progress["epoch"])
             for inputs, wanted in loader:
                 with torch.autocast(device.type, torch.float16):
-                    loss = nn.functional.mse_loss(model(inputs.to(device)), wanted.to(device))
+                    predicted = model(inputs.to(device))
+                    loss = nn.functional.mse_loss(predicted, wanted.to(device))
                 optimizer.zero_grad()
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)
                 scale = scaler.get_scale()
                 scaler.update()
-                if scaler.get_scale() >= scale:  # else the gradients overflowed, and the scaler skipped the step
+                if scaler.get_scale() >= scale:  # else it has skipped this step
                     scheduler.step()
                     ema.update_parameters(model)
                 progress["step"] += 1
 
                 step = progress["step"]
-                last = manager.should_stop() or step == steps  # SIGTERM stops all processes at the same step
+                stop = manager.should_stop()  # SIGTERM: the same step on all processes
+                last = stop or step == steps
                 if manager.should_take(step) or last:
                     val_loss = validate(ema, held_out, device)
                     manager.async_take(step, app_state, metrics={"val_loss": val_loss})
                     if rank == 0:
-                        print(f"step {step}: validation loss {val_loss:.6f}", flush=True)
+                        print(f"step {step}: val_loss {val_loss:.6f}", flush=True)
                 if last:
                     return  # the end of the `with` block waits for the save
             progress["epoch"] += 1
@@ -112,7 +124,7 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-every", type=int, default=10)
-    parser.add_argument("--shard", action="store_true", help="shard the model with FSDP2 instead of DDP")
+    parser.add_argument("--shard", action="store_true", help="FSDP2 instead of DDP")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # the model is too small for a second thread
     if "RANK" in os.environ:  # torchrun started this process

@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 import textwrap
+import tomllib
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -20,12 +21,14 @@ from snapshot.plan import layout
 from snapshot_bench.results import draw_case
 from snapshot_publish import shares
 from snapshot_tiers import control
+from tests import search
 from tests.helpers.links import broken_links
 from tests.helpers.servers import S3
 from tests.helpers.trees import PYTHONPATH
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+PHRASES = DOCS / "search.toml"
 PAGES = [
     "README.md",
     "docs/start/getting-started.md",
@@ -143,6 +146,13 @@ def reachable(page: Path) -> set[Path]:
 def test_docs_pages_are_reachable_from_the_index() -> None:
     pages = {page for page in DOCS.rglob("*.md") if "_build" not in page.parts}
     assert reachable(DOCS / "index.md") | {DOCS / "index.md"} == pages
+
+
+def test_docs_search_is_asked_for_pages_that_exist() -> None:
+    questions = search.read_questions()
+    assert len(questions) >= 40
+    named = {page for pages in questions.values() for page in pages} | set(tomllib.loads(PHRASES.read_text()))
+    assert sorted(page for page in named if not (DOCS / f"{page}.md").is_file()) == []
 
 
 def test_docs_toctree_shows_the_titles_of_pages() -> None:
