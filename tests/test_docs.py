@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 import textwrap
+import tomllib
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -20,12 +21,14 @@ from snapshot.plan import layout
 from snapshot_bench.results import draw_case
 from snapshot_publish import shares
 from snapshot_tiers import control
+from tests import search
 from tests.helpers.links import broken_links
 from tests.helpers.servers import S3
 from tests.helpers.trees import PYTHONPATH
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+PHRASES = DOCS / "search.toml"
 PAGES = [
     "README.md",
     "docs/start/getting-started.md",
@@ -38,7 +41,9 @@ PAGES = [
     "docs/storage/index.md",
     "docs/storage/plugins.md",
     "docs/guides/performance.md",
+    "docs/guides/sizes.md",
     "docs/guides/troubleshooting.md",
+    "docs/migrate/from-dcp.md",
     "docs/migrate/from-torch-save.md",
 ]
 WIDEST = 88
@@ -143,6 +148,13 @@ def test_docs_pages_are_reachable_from_the_index() -> None:
     assert reachable(DOCS / "index.md") | {DOCS / "index.md"} == pages
 
 
+def test_docs_search_is_asked_for_pages_that_exist() -> None:
+    questions = search.read_questions()
+    assert len(questions) >= 40
+    named = {page for pages in questions.values() for page in pages} | set(tomllib.loads(PHRASES.read_text()))
+    assert sorted(page for page in named if not (DOCS / f"{page}.md").is_file()) == []
+
+
 def test_docs_toctree_shows_the_titles_of_pages() -> None:
     trees = [tree for page in DOCS.rglob("*.md") for _, tree in blocks(str(page.relative_to(ROOT)), r"\{toctree\}")]
     assert trees
@@ -169,7 +181,7 @@ def test_docs_reference_pages_list_exceptions() -> None:
 @pytest.mark.parametrize("name", ["Snapshot", "PendingSnapshot", "SnapshotManager"])
 def test_docs_reference_lists_the_exceptions_of_every_method(name: str) -> None:
     page = re.sub(r"(?<!^)([A-Z])", r"-\1", name).lower()
-    table = (DOCS / "reference" / f"{page}.md").read_text().partition("## Class")[0]
+    table = (DOCS / "reference" / f"{page}.md").read_text().partition("\n## Exceptions\n")[2].partition("\n## ")[0]
     kind = getattr(snapshot, name)
     methods = [
         method

@@ -74,10 +74,16 @@ class Browser:
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory):
-    """A window of Chromium, with a profile of its own."""
+    """A window of Chromium, for all tests."""
     program = tool("chromedriver", "apt-get install chromium-driver", "/usr/bin")
     chromium = tool("chromium", "apt-get install chromium", "/usr/bin")
-    folder = tmp_path_factory.mktemp("chromium")
+    with open_browser(program, chromium, tmp_path_factory.mktemp("chromium")) as window:
+        yield window
+
+
+@contextlib.contextmanager
+def open_browser(program, chromium, folder):
+    """Yield a window of Chromium with a profile of its own in `folder`, which is removed then."""
     [port] = free_ports(1)
     url = f"http://{HOST}:{port}"
     flags = [*FLAGS.split(), f"--user-data-dir={folder / 'profile'}", "--window-size=1280,1000"]
