@@ -485,7 +485,7 @@ def test_cli_ui_in_a_browser_shows_the_page(root, browser):
         assert browser.run("return document.cookie") == ""
 
         assert browser.run(TEXTS, "#steps tbody th") == ["40", "30", "20", "10", "5"]
-        assert browser.run(TEXTS, "#steps thead th")[2:4] == ["loss", HOSTILE]
+        assert browser.run(TEXTS, "#steps thead th")[1:5] == ["State", "Taken (UTC)", "loss", HOSTILE]
         assert browser.run(TEXTS, "#steps tr[data-step='20'] .badge") == ["whole", "pinned"]
         assert browser.run(TEXTS, "#metric-plots h3") == ["loss", HOSTILE]
         assert browser.run(POINTS, "#metric-plots .plot:first-child circle") == [["10", "0.1"], ["20", "0.05"]]
