@@ -8,6 +8,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
+from snapshot.errors import RankError, RestoreError, SnapshotExistsError, SnapshotNotFoundError
+
 P = ParamSpec("P")
 R = TypeVar("R")
 Options = TypeVar("Options")
@@ -30,6 +32,13 @@ def with_given(options: Options, kind: type, given: Mapping[str, Any]) -> Option
     return dataclasses.replace(options, **changes) if changes else options  # type: ignore[type-var]
 
 
+EXPLAINED = (RankError, RestoreError, SnapshotExistsError, SnapshotNotFoundError)
+"""Errors whose messages say all, so that frames of the library are left out of their tracebacks.
+
+The cause of a `RankError` is on another rank, which shows its own traceback.
+"""
+
+
 def with_options(kind: Any, argument: str = "options") -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let a function say that an argument is a field of its options: `durable=` is `TakeOptions(durable=...)`."""
 
@@ -42,7 +51,10 @@ def with_options(kind: Any, argument: str = "options") -> Callable[[Callable[P, 
                 if name in elsewhere:
                     spelling = f"pass {argument}={kind.__name__}({name}=...)"
                     raise TypeError(f"{function.__name__}() has no argument {name!r}: {spelling}")
-            return function(*arguments, **named)
+            try:
+                return function(*arguments, **named)
+            except EXPLAINED as error:
+                raise error.with_traceback(None) from error.__cause__
 
         return checked
 

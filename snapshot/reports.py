@@ -38,6 +38,12 @@ class Report:
     def __str__(self) -> str:
         return self.summary + listed(self.details, self._most_details)
 
+    def _repr_html_(self) -> str:
+        """Return the report for a notebook."""
+        from snapshot.report_html import report_html  # only notebooks need it
+
+        return report_html(self, self._most_details)
+
 
 class OfKind(Generic[T]):
     """The lines of a report whose kind is the name of this attribute."""
@@ -254,7 +260,7 @@ class ConvertReport(Report):
     format: str
     tensors: int
     nbytes: int
-    """Bytes of the tensors."""
+    """Bytes of the files with tensors."""
     left_out: tuple[str, ...] = ()
     """A line for each selected entry that the format cannot hold."""
     files: tuple[str, ...] = ()

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from snapshot.errors import CorruptSnapshotError
 from snapshot.events import emit
-from snapshot.formats.hugging_face import INDEX, read_header
+from snapshot.formats.hugging_face import INDEX, LONGEST_FILE, WEIGHTS, check_file_name, read_header
 from snapshot.io.aio import gather_limited, in_thread
 from snapshot.io.session import Session
 from snapshot.io.storage import Buffer, Storage
@@ -32,12 +32,9 @@ from snapshot.plan.layout import group_in_order
 from snapshot.tensors.digest import BLOCK, SIZE, block_digest, digest_bytes, digest_range, digest_table
 from snapshot.tensors.split_zstd import load_zstd, new_compressor
 from snapshot_publish.store import (
-    LONGEST_FILE,
     LONGEST_INDEX,
-    WEIGHTS,
     IndexDetails,
     VersionIndex,
-    check_file_name,
     decode_index,
     encode_index,
     version_name,

@@ -16,7 +16,7 @@ from snapshot.distributed.exchange import LEADER, Exchange, OutcomeUnknown
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import CommitUnknown, CorruptSnapshotError, SnapshotError, SnapshotExistsError
 from snapshot.events import emit, log, warn
-from snapshot.formats.hugging_face import INDEX, read_header
+from snapshot.formats.hugging_face import INDEX, ExtraFiles, read_header
 from snapshot.io.aio import gather_limited, in_thread, shielded
 from snapshot.io.arena import total_memory
 from snapshot.io.loop import in_own_thread, refuse_on_loop, run, work_on
@@ -47,14 +47,11 @@ from snapshot_publish.shares import (
 )
 from snapshot_publish.store import (
     LONGEST_CHAIN,
-    LONGEST_FILE,
     LONGEST_INDEX,
-    WEIGHTS,
     IndexDetails,
     KnownVersion,
     VersionIndex,
     VersionStore,
-    check_file_name,
     decode_index,
     encode_index,
     version_name,
@@ -186,39 +183,6 @@ class BaseVersion:
     """Bytes of this rank's files of that version."""
     stored: int = 0
     """Bytes of this rank's files of the deltas."""
-
-
-class ExtraFiles:
-    """The small files of a model, such as its config: contents by name, or a local folder that has them."""
-
-    def __init__(self, given: str | os.PathLike[str] | Mapping[str, bytes] | None) -> None:
-        self._folder: Path | None = None
-        self._contents: dict[str, bytes] = {}
-        if given is None:
-            return
-        if isinstance(given, Mapping):
-            for name, data in given.items():
-                if not isinstance(name, str) or not isinstance(data, bytes | bytearray | memoryview):
-                    raise TypeError(f"files must be bytes by name, got {name!r}: {type(data).__name__}")
-                self._contents[check_file_name(name, "files")] = bytes(data)
-        else:
-            self._folder = Path(given)
-            if not self._folder.is_dir():
-                raise ValueError(f"files must be a local folder, got {str(given)!r}")
-        refused = [name for name in self._contents if name.endswith(WEIGHTS)]
-        if refused:
-            raise ValueError(f"files must not have weights, got {refused[0]!r}")
-
-    def read(self) -> dict[str, bytes]:
-        """Return the contents by name. Weights and hidden files of a folder are left out."""
-        found = dict(self._contents)
-        if self._folder is not None:
-            for path in sorted(self._folder.iterdir()):
-                if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHTS):
-                    if path.stat().st_size > LONGEST_FILE:
-                        raise SnapshotError(f"{path}: is too large for a file beside the weights")
-                    found[path.name] = path.read_bytes()
-        return found
 
 
 class ReadyToEncode(msgspec.Struct, array_like=True):

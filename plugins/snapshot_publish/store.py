@@ -24,7 +24,7 @@ from snapshot.errors import (
     UnsupportedFormatError,
 )
 from snapshot.events import emit, log
-from snapshot.formats.hugging_face import INDEX, read_header
+from snapshot.formats.hugging_face import INDEX, WEIGHTS, check_file_name, read_header
 from snapshot.io.loop import in_own_thread
 from snapshot.io.storage import ABSENT, ANYTHING, Storage, exists
 from snapshot.manager.policies import Policy, Taken, choose_kept, plan_retention
@@ -45,10 +45,6 @@ CONTRACT = {"delta_encoding": "xor", "compression_format": "zstd", "checksum_for
 """The encoding of deltas that engines agree on, as an index states it."""
 SINGLE = "model.safetensors"
 """The only file with weights of a complete version of another publisher that has no index."""
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
-"""Name endings of files that are not beside the weights, but weights themselves."""
-LONGEST_FILE = 256 << 20
-"""Maximum size of each further file, such as a tokenizer's."""
 OWN = "snapshot"
 """The key of this library's details in an index: a text, so that other readers see texts only."""
 OWN_FILE = re.compile(r"model-[0-9a-f]{12}-[0-9]{5,}-[0-9]{5,}\.safetensors")
@@ -161,17 +157,6 @@ def _decode_base(metadata: Mapping[str, Any], version: int, where: object) -> in
     if numbers[1] >= version:
         raise CorruptSnapshotError(f"{where}: base_version must be below {version}, got {numbers[1]}")
     return numbers[1]
-
-
-def check_file_name(name: str, where: object) -> str:
-    """Return the name of a file in a version's folder. Raise `CorruptSnapshotError` for any other path."""
-    data = name.encode(errors="replace")
-    plain = name and not name.startswith(".") and {"/", "\\", "\0"}.isdisjoint(name) and data.decode() == name
-    if not plain or len(data) > 200:
-        raise CorruptSnapshotError(
-            f"{where}: a file name must be a plain name inside the folder, got {str(name)[:200]!r}"
-        )
-    return name
 
 
 # The versions in a store: listed, claimed, committed, and deleted when newer ones replace them.

@@ -38,6 +38,7 @@ EXAMPLES = [
     ("convert old.pt run/step-100", "a file of torch.save to a snapshot"),
     ("convert run/step-100 model.safetensors --select 'model/**' --dtype bfloat16", "only the weights"),
     ("convert run/step-100 run-dcp --to dcp", "for torch.distributed.checkpoint"),
+    ("convert run/step-100 hf --to safetensors --select 'model/**' --files base", "for from_pretrained"),
     ("convert hf-folder model.gguf --kv-from base.gguf --quantisation Q8_0", "for llama.cpp"),
 ]
 
@@ -105,6 +106,11 @@ def add_target(parser: argparse.ArgumentParser, *, converts: bool) -> None:
         parser.add_argument(
             "--shard", type=size, default=SHARD, metavar="SIZE", help="maximum size of each of several files: 5GB"
         )
+        parser.add_argument(
+            "--files",
+            metavar="FOLDER",
+            help="a local folder: its config.json, tokenizer and other small files, which from_pretrained needs",
+        )
         parser.set_defaults(format_options=add_options(parser))
     parser.add_argument(
         "--compression", choices=("zstd",), help="compress the data files; only this library reads them"
@@ -129,6 +135,7 @@ def target_of(arguments: argparse.Namespace, url: str) -> Target:
         compression=arguments.compression,
         shard_bytes=getattr(arguments, "shard", SHARD),
         format_options=options[0] if options else None,
+        files=getattr(arguments, "files", None),
         storage_options=options_of(arguments, "dst"),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import platform
 import secrets
 import shutil
@@ -185,8 +186,8 @@ AGREEING = 1.1
 """Maximum ratio of the best to the second best measurement of a setting if the two agree."""
 FEWEST, MOST = 2, 8
 """Minimum and maximum rounds of measurements: they end when those of each setting agree."""
-FILE, REMOTE = ("write",), ("write", "read")
-"""Measurements that count. A file that was just written is read from memory, which says nothing about its disk."""
+MATTERS = ("write", "read")
+"""Measurements that count."""
 
 
 @dataclass
@@ -208,9 +209,9 @@ class Trial:
         rates = sorted(getattr(self, what))
         return rates[-1] / rates[-2] if len(rates) >= FEWEST else float("inf")
 
-    def agrees(self, matters: Sequence[str]) -> bool:
+    def agrees(self) -> bool:
         """Return True if the two best measurements are about equal: noise only ever makes one slower."""
-        return all(self.spread(what) <= AGREEING for what in matters)
+        return all(self.spread(what) <= AGREEING for what in MATTERS)
 
 
 def measure_speeds(url: URL, options: Mapping[str, Any], nbytes: int, seconds: int, findings: Findings) -> None:
@@ -222,11 +223,10 @@ def measure_speeds(url: URL, options: Mapping[str, Any], nbytes: int, seconds: i
         findings.advice.append("not enough free space to measure: pass a smaller --size")
         return
     tensors = {f"t{i}": torch.randint(0, 255, (max(1, nbytes // 8),), dtype=torch.uint8) for i in range(8)}
-    matters = FILE if url.scheme == "file" else REMOTE
     trials = list(_trials(url, options))
     ends = time.monotonic() + seconds
     try:
-        for trial in _turns(trials, ends, matters):
+        for trial in _turns(trials, ends):
             say(f"measuring {trial.name} ...")
             write, read = _measured(url, {**options, **trial.options}, trial.environment, tensors)
             trial.write.append(write)
@@ -243,12 +243,12 @@ def measure_speeds(url: URL, options: Mapping[str, Any], nbytes: int, seconds: i
             "write": trial.best("write"),
             "read": trial.best("read"),
             "repeats": len(trial.write),
-            "agrees": trial.agrees(matters),
+            "agrees": trial.agrees(),
         }
         for trial in measured
     ]
     repeated = [trial for trial in measured if len(trial.write) >= FEWEST]
-    noisy = [trial for trial in repeated if not trial.agrees(matters)]
+    noisy = [trial for trial in repeated if not trial.agrees()]
     if trials[0] not in repeated:
         findings.settings.append("none: no time to measure twice; pass more --seconds")
     elif noisy:
@@ -258,30 +258,32 @@ def measure_speeds(url: URL, options: Mapping[str, Any], nbytes: int, seconds: i
             "--seconds or a larger --size"
         )
     else:
-        _propose(repeated, matters, findings)
+        _propose(repeated, findings)
 
 
-def _turns(trials: Sequence[Trial], ends: float, matters: Sequence[str]) -> Iterator[Trial]:
+def _turns(trials: Sequence[Trial], ends: float) -> Iterator[Trial]:
     """Yield settings to measure, in rounds, and again those whose measurements do not agree yet.
 
     The first round measures the defaults, regardless of the time; later rounds each setting that was measured.
     """
     for turn in range(MOST):
-        for trial in [trial for trial in trials if len(trial.write) == turn and not trial.agrees(matters)]:
+        for trial in [trial for trial in trials if len(trial.write) == turn and not trial.agrees()]:
             if time.monotonic() > ends and trials[0].write:
                 return
             yield trial
 
 
-def _propose(measured: Sequence[Trial], matters: Sequence[str], findings: Findings) -> None:
+def _propose(measured: Sequence[Trial], findings: Findings) -> None:
     """Add the settings that are clearly better than the defaults, if any."""
     defaults = measured[0]
 
     def gains(trial: Trial) -> list[float]:
-        return [trial.best(what) / defaults.best(what) for what in matters]
+        return [trial.best(what) / defaults.best(what) for what in MATTERS]
 
-    best = max(measured, key=lambda trial: min(gains(trial)))
-    if min(gains(best)) > 1 / BETTER and max(gains(best)) >= BETTER:
+    best = max(
+        (trial for trial in measured if min(gains(trial)) > 1 / AGREEING), key=lambda trial: math.prod(gains(trial))
+    )
+    if max(gains(best)) >= BETTER:
         findings.settings += [f"export {key}={value}" for key, value in best.environment.items()]
         if best.options:
             findings.settings.append(f"storage_options={best.options!r}")
@@ -336,12 +338,15 @@ def _measured(
             began = time.perf_counter()
             Snapshot.take(place, state, storage_options=options)
             taken = time.perf_counter()
+            with snapshot.new_session(None) as session:  # otherwise, files are read from memory
+                wait(session.storage.drop_caches([*snapshot.metadata.files]))
+            dropped = time.perf_counter()
             snapshot.restore(state)
             restored = time.perf_counter()
         finally:
             with suppress(SnapshotError):
                 snapshot.delete()
-    return nbytes / (taken - began), nbytes / (restored - taken)
+    return nbytes / (taken - began), nbytes / (restored - dropped)
 
 
 # `snapshot doctor`
@@ -422,7 +427,7 @@ def _lines(findings: Findings) -> Iterator[str]:
     if findings.speeds:
         yield ""
         yield from (
-            ScreenTable([Column("settings", shrinks=True), *map(_rate_column, REMOTE)]).fill(findings.speeds).lines()
+            ScreenTable([Column("settings", shrinks=True), *map(_rate_column, MATTERS)]).fill(findings.speeds).lines()
         )
     for title, lines in (("What would help:", findings.advice), ("Settings to paste:", findings.settings)):
         if lines:

@@ -87,8 +87,34 @@ def shape_text(shape: Sequence[int] | None) -> str:
     return "" if shape is None else f"[{', '.join(map(str, shape))}]"
 
 
+def in_order_of_keys(manifest: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Return a manifest of several ranks in the order of the application.
+
+    The manifest has the entries of each rank together: a replicated tensor is among those of the rank that wrote it.
+    """
+    places: dict[str, dict[str, int]] = {}
+    for path, entry in manifest.items():
+        logical = path.partition("/")[2]
+        above, _, last = logical.rpartition("/")
+        beside = places.setdefault(above, {})
+        beside.setdefault(last, len(beside))
+        if entry.is_container:
+            inside = places.setdefault(logical, {})
+            for name in entry.components():
+                inside.setdefault(name, len(inside))
+
+    def place(path: str) -> list[int]:
+        rank, *parts = path.split("/")
+        found = [places["/".join(parts[:depth])].get(part, -1) for depth, part in enumerate(parts)]
+        return [*found, int(rank) if rank.isdecimal() else -1]
+
+    return dict(sorted(manifest.items(), key=lambda each: place(each[0])))
+
+
 def items(manifest: Mapping[str, Entry], world_size: int) -> Iterator[ListedItem]:
-    """Yield the objects of a manifest, in its order."""
+    """Yield the objects of a manifest, in the order of the application."""
+    if world_size > 1:
+        manifest = in_order_of_keys(manifest)
     seen: dict[Any, str] = {}
     ranks = Counter(path.partition("/")[2] for path in manifest) if world_size > 1 else {}
     for path, entry in manifest.items():
@@ -217,12 +243,20 @@ def common_value(found: Iterable[ListedItem]) -> str:
 
 
 def by_key(found: Iterable[ListedItem]) -> dict[str, list[ListedItem]]:
-    """Return the items below each top-level key, in order; other items are under the empty key."""
+    """Return the items below each top-level key, in order; other items are under the empty key.
+
+    The states of random generators are the last: nobody looks for them.
+    """
     keys: dict[str, list[ListedItem]] = {}
     for item in found:
         key, below, _ = item.path.partition("/")
         keys.setdefault(key if below else "", []).append(item)
-    return keys
+    return dict(sorted(keys.items(), key=lambda each: _is_of_generators(*each)))
+
+
+def _is_of_generators(key: str, held: Iterable[ListedItem]) -> bool:
+    """Return True for what `RNGState` saves."""
+    return {f"{key}/torch", f"{key}/python/words"} <= {item.path for item in held}
 
 
 @dataclass(slots=True)

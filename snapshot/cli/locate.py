@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
+from snapshot.formats.mistakes import describe_parent
 from snapshot.io.loop import run
 from snapshot.io.registry import open_storage
 from snapshot.io.session import Session
@@ -98,6 +98,11 @@ def in_order(name: str) -> list[tuple[int, str]]:
     ]
 
 
+def newest_first(name: str) -> list[tuple[int, str]]:
+    """Return a sort key for names that puts the largest numbers in them first: the newest step."""
+    return [(-number, part) for number, part in in_order(name)]
+
+
 def _instead(url: URL, options: Mapping[str, Any] | None) -> str:
     try:
         names = list_names(url, options)
@@ -111,7 +116,9 @@ def _instead(url: URL, options: Mapping[str, Any] | None) -> str:
             return f", only interrupted or running takes: {_few(unfinished)}"
         if names:
             return f", nor a checkpoint of another library; found {_few(names)}"
-        return _beside(url, options)
+        with Session(url, options) as session:
+            beside = run(describe_parent(url, session.open_beside))
+        return f": {beside}" if beside else ""
     except (SnapshotError, ValueError):  # the storage cannot list
         return ""
 
@@ -121,19 +128,6 @@ def _holds_save_files(url: URL, options: Mapping[str, Any] | None, names: Sequen
     names = list_names(url, options) if names is None else names
     data = list_names(url.join("data"), options) if "data/" in names else []
     return any(save_id_of(name) for name in [*names, *(f"data/{name}" for name in data)])
-
-
-def _beside(url: URL, options: Mapping[str, Any] | None) -> str:
-    """Return a suggestion for a name that does not exist, or is an empty folder."""
-    above, _, name = url.location.rpartition("/")
-    if not above or not name:
-        return ""
-    parent = URL(url.scheme, above, url.query)
-    beside = list_names(parent, options)
-    if f"{name}/" in beside:
-        return ": this folder is empty"
-    near = difflib.get_close_matches(name, [each.rstrip("/") for each in beside if each != name], n=1)
-    return f"; did you mean {parent.join(near[0])}?" if near else "; nothing exists there"
 
 
 def _few(names: Sequence[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ from snapshot.cli.listing import (
     shared_bytes,
     size_of,
 )
-from snapshot.cli.locate import explain_missing, snapshots_below, suggest
+from snapshot.cli.locate import explain_missing, newest_first, snapshots_below, suggest
 from snapshot.cli.screen import Column, ExitStatus, ScreenTable, emit, line, paint, printable, width, wrapped
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.io.loop import run as on_loop
@@ -173,8 +172,7 @@ def _head(name: str, metadata: SnapshotMetadata, found: Sequence[ListedItem]) ->
     yield paint(name, "bold") + line(f"{name}: {', '.join(parts)}").removeprefix(name)
     yield from describe_findings(metadata.metadata)
     user = {key: each for key, each in metadata.metadata.items() if key not in (GUARDS, NOTED)}
-    if user:
-        text = json.dumps(user, ensure_ascii=False)
+    if text := _noted(user):
         yield line(f"metadata: {text if len(text) <= 500 else text[:500] + '...'}")
 
 
@@ -195,12 +193,12 @@ def _contents(arguments: argparse.Namespace, world_size: int, found: Sequence[Li
 def _table(rows: Iterable[Row], world_size: int) -> ScreenTable:
     columns = [
         Column("name", shrinks=True, is_name=True),
-        Column("kind", style="cyan", optional=True),
+        Column("kind", style="cyan", optional=2),
         Column("dtype", style="cyan"),
         Column("shape"),
         Column("size", right=True),
-        Column("ranks", style="dim", optional=True),
-        Column("value", shrinks=True, optional=True, style="dim"),
+        Column("ranks", style="dim", optional=2),
+        Column("value", shrinks=True, optional=1, style="dim"),
     ]
     shown = [column for column in columns if world_size > 1 or column.name != "ranks"]
     return ScreenTable(shown).fill(rows, lambda row: "bold" if "size" in row and "kind" not in row else "")
@@ -258,8 +256,8 @@ def _sizes_by_name(found: Sequence[ListedItem], depth: int) -> ScreenTable:
         [
             Column("size", right=True),
             Column("share", right=True),
-            Column("", style="blue", optional=True),
-            Column("entries", right=True, optional=True),
+            Column("", style="blue", optional=1),
+            Column("entries", right=True, optional=1),
             Column("name", shrinks=True, is_name=True),
         ]
     )
@@ -281,6 +279,7 @@ def _list_folder(arguments: argparse.Namespace, options: Mapping[str, Any]) -> E
         raise SnapshotNotFoundError(f"{url}: there is no snapshot here ({error})") from error
     if not names:
         raise SnapshotNotFoundError(f"{url}: there is no snapshot here")
+    names.sort(key=newest_first)
     wanted = matcher(arguments.globs or ["**"])
     if not arguments.du:
         names = [name for name in names if wanted(name)]
@@ -340,9 +339,9 @@ def _steps(found: Found) -> ScreenTable:
             Column("name", shrinks=True, is_name=True, style="bold"),
             Column("taken (UTC)"),
             Column("size", right=True),
-            Column("entries", right=True, optional=True),
-            Column("ranks", right=True, optional=True),
-            Column("metadata", shrinks=True, optional=True, style="dim"),
+            Column("entries", right=True, optional=1),
+            Column("ranks", right=True, optional=1),
+            Column("metadata", shrinks=True, optional=1, style="dim"),
         ]
     )
     for name, held in found.items():
@@ -350,11 +349,16 @@ def _steps(found: Found) -> ScreenTable:
             table.add(name, "cannot be read", "", "", "", str(held), style="red")
             continue
         taken = f"{held.created:%Y-%m-%d %H:%M}" if held.format.startswith("snapshot/") else held.format
-        values = _flat(held.metadata)
-        noted = ", ".join(f"{key} {f'{value:.6g}' if isinstance(value, float) else value}" for key, value in values)
+        noted = _noted(held.metadata)
         noted = noted[:500] if width() is None else noted
         table.add(name, taken, size_text(held.nbytes), f"{held.entries:,}", str(held.world_size), noted)
     return table
+
+
+def _noted(metadata: Mapping[str, Any]) -> str:
+    """Return the metadata as a text."""
+    values = _flat(metadata)
+    return ", ".join(f"{key} {f'{value:.6g}' if isinstance(value, float) else value}" for key, value in values)
 
 
 def _flat(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -155,7 +155,7 @@ COLUMNS = [
     Column("size", lambda fate: "" if fate.nbytes is None else size_text(fate.nbytes), right=True),
     Column("", lambda fate: "remove" if fate.goes else "keep"),
     Column("why", lambda fate: fate.why + (f": {counted(fate.files, 'file')}" if fate.files else ""), shrinks=True),
-    Column("metrics", _metrics, optional=True),
+    Column("metrics", _metrics, optional=1),
 ]
 
 

@@ -154,8 +154,8 @@ class Column:
     """True for numbers, which are aligned to the right."""
     shrinks: bool = False
     """True if texts may be shortened on a narrow terminal."""
-    optional: bool = False
-    """True if the column may be left out there; the last such column first."""
+    optional: int = 0
+    """Above 0 if the column may be left out there: those with the highest number first, the last of them first."""
     style: str = ""
     is_name: bool = False
     """True for names: their ends tell them apart, so the beginning is left out first."""
@@ -210,6 +210,8 @@ class ScreenTable:
     def _fit(self, widths: list[int], most: int) -> list[int]:
         """Shorten columns, and leave some out. Return the indices of those kept."""
         kept = list(range(len(self.columns)))
+        if sum(widths) + 2 * (len(kept) - 1) > most:
+            kept = [i for i in kept if any(row[i] for row, _ in self.rows)]
         while True:
             shrinking = [i for i in kept if self.columns[i].shrinks]
             over = sum(widths[i] for i in kept) + 2 * (len(kept) - 1) - most
@@ -224,7 +226,7 @@ class ScreenTable:
             optional = [i for i in kept if self.columns[i].optional]
             if not optional:
                 break
-            kept.remove(optional[-1])
+            kept.remove(max(optional, key=lambda i: (self.columns[i].optional, i)))
         for least in (SHORTEST, 1):  # the only way left is to shorten all
             for i in sorted(kept, key=lambda i: (not self.columns[i].shrinks, -widths[i])):
                 less = min(max(over, 0), max(0, widths[i] - least))

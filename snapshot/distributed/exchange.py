@@ -37,6 +37,8 @@ LEADER = 0
 COMMIT = b"commit"
 ANSWERED, FAILED = b"\0", b"\1"
 LONGEST_TEXT = 8000
+SHOWN_LINES = 6
+"""Lines of another rank's error that each rank repeats."""
 PATIENCE = 0.02
 """The longer a rank has waited, the less often it looks: it sleeps for this fraction of the time so far."""
 LONGEST_PAUSE = 0.05
@@ -67,8 +69,11 @@ class RankFault(msgspec.Struct):
         kind = getattr(errors, self.kind, None) if self.shared else None
         if isinstance(kind, type) and issubclass(kind, SnapshotError) and kind is not RankError:
             return kind(self.text)
-        text = f"failed: {self.kind}: {self.text}" if self.kind else self.text
-        return RankError(f"rank {self.rank} {text}", rank=self.rank, kind=self.kind)
+        lines = self.text.split("\n")
+        if len(lines) > SHOWN_LINES:
+            lines[SHOWN_LINES:] = [f"  ({len(lines) - SHOWN_LINES:,} lines more, which rank {self.rank} shows)"]
+        failed, text = f"failed: {self.kind}: " if self.kind else "", "\n".join(lines)
+        return RankError(f"rank {self.rank} {failed}{text}", rank=self.rank, kind=self.kind)
 
 
 class OutcomeUnknown(Exception):

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from snapshot.decoding import decode_json
-from snapshot.errors import CorruptSnapshotError, StorageError, StorageNotFoundError, UnsupportedFormatError
+from snapshot.errors import (
+    CorruptSnapshotError,
+    SnapshotError,
+    StorageError,
+    StorageNotFoundError,
+    UnsupportedFormatError,
+)
 from snapshot.events import log
 from snapshot.formats import torch_save
 from snapshot.formats.foreign import (
@@ -446,3 +454,59 @@ class _IndexReader:
         return saved.describe_items(
             {encode_component(name): dict.__getitem__(saved.value, name) for name in chosen}, self.inline
         )
+
+
+# The small files beside the weights in a folder.
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+"""Name endings of files that are not beside the weights, but weights themselves."""
+LONGEST_FILE = 256 << 20
+"""Maximum size of each further file, such as a tokenizer's."""
+GivenFiles = str | os.PathLike[str] | Mapping[str, bytes] | None
+"""A local folder that has the files, or their contents by name."""
+
+
+def check_file_name(name: str, where: object) -> str:
+    """Return the name of a file in a folder. Raise `CorruptSnapshotError` for any other path."""
+    data = name.encode(errors="replace")
+    plain = name and not name.startswith(".") and {"/", "\\", "\0"}.isdisjoint(name) and data.decode() == name
+    if not plain or len(data) > 200:
+        raise CorruptSnapshotError(
+            f"{where}: a file name must be a plain name inside the folder, got {str(name)[:200]!r}"
+        )
+    return name
+
+
+class ExtraFiles:
+    """The small files of a model, such as its config: contents by name, or a local folder that has them."""
+
+    def __init__(self, given: GivenFiles) -> None:
+        self._folder: Path | None = None
+        self._contents: dict[str, bytes] = {}
+        if given is None:
+            return
+        if isinstance(given, Mapping):
+            for name, data in given.items():
+                if not isinstance(name, str) or not isinstance(data, bytes | bytearray | memoryview):
+                    raise TypeError(f"files must be bytes by name, got {name!r}: {type(data).__name__}")
+                self._contents[check_file_name(name, "files")] = bytes(data)
+        elif isinstance(given, (str, os.PathLike)):
+            self._folder = Path(given)
+            if not self._folder.is_dir():
+                raise ValueError(f"files must be a local folder, got {str(given)!r}")
+        else:
+            raise TypeError(f"files must be a local folder, or contents by name, got {given!r}")
+        refused = [name for name in self._contents if name.endswith(WEIGHTS)]
+        if refused:
+            raise ValueError(f"files must not have weights, got {refused[0]!r}")
+
+    def read(self) -> dict[str, bytes]:
+        """Return the contents by name. Weights and hidden files of a folder are left out."""
+        found = dict(self._contents)
+        if self._folder is not None:
+            for path in sorted(self._folder.iterdir()):
+                if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHTS):
+                    if path.stat().st_size > LONGEST_FILE:
+                        raise SnapshotError(f"{path}: is too large for a file beside the weights")
+                    found[path.name] = path.read_bytes()
+        return found

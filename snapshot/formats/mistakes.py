@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from snapshot.errors import SnapshotError, SnapshotNotFoundError, StorageError, UnsupportedFormatError
 from snapshot.formats.foreign import UnknownFormatError
@@ -121,7 +122,7 @@ def _first(known: Iterable[tuple[str, str]], names: Sequence[str]) -> str:
     return next((text for pattern, text in known if any(re.fullmatch(pattern, each) for each in names)), "")
 
 
-async def refuse_folder(storage: Storage) -> SnapshotError:
+async def refuse_folder(storage: Storage, open_beside: Callable[[URL], Storage]) -> SnapshotError:
     """Return the error for a folder without a readable checkpoint, from the names in it.
 
     It is an `UnsupportedFormatError` for a format that is known but not read, otherwise a `SnapshotNotFoundError`.
@@ -151,9 +152,31 @@ async def refuse_folder(storage: Storage) -> SnapshotError:
             f"{missing}: the folder has the files {_few(files)}, which may be checkpoints by themselves; open one of "
             f"them, such as {where.join(files[-1])}"
         )
+    if not names and (beside := await describe_parent(where, open_beside)):
+        return SnapshotNotFoundError(f"{missing}: {beside}")
     return SnapshotNotFoundError(
         f"{missing}, or it was never committed ({METADATA} is missing), and no readable checkpoint of another library"
     )
+
+
+async def describe_parent(place: URL, open_beside: Callable[[URL], Storage]) -> str:
+    """Return what is in the folder above a place that has no files; an empty text if that is unknown."""
+    above, _, name = place.location.rpartition("/")
+    if not above or not name:
+        return ""
+    parent = URL(place.scheme, above, place.query)
+    try:
+        names = await open_beside(parent).list(recursive=False)
+    except (SnapshotError, ValueError):
+        return ""
+    if f"{name}/" in names:
+        return "the folder is empty"
+    others = sorted((each.rstrip("/") for each in names if not each.startswith(".")), key=_in_order)
+    if not others:
+        return "nothing exists there"
+    near = difflib.get_close_matches(name, others, n=1)
+    guess = f"; did you mean {parent.join(near[0])}?" if near else ""
+    return f"nothing exists there; {parent} has {_few(others)}{guess}"
 
 
 async def _list_folders(storage: Storage, below: str) -> list[str]:

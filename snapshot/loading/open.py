@@ -121,26 +121,34 @@ async def open_checkpoint(session: Session, rank: int | None = None) -> Opened:
 
 async def open_main(session: Session) -> Opened:
     """Open a checkpoint without the parts of its manifest in separate files."""
+    document: Document | None = None
     try:
         document = await session.read_twice(METADATA, partial(_decode_manifest, session))
     except StorageError as error:
         if not is_absence(session.storage, error):
             raise
-        if session.seal is not None:  # other formats have no signatures, so their readers are not even called
-            raise SnapshotNotFoundError(
-                f"{session.url}: no snapshot of this library found ({METADATA} is missing), and with a key, no other "
-                "format is read"
-            ) from error
-        with gc_paused():
-            found = await find_foreign(session)
-        if found is None and not isinstance(error, StorageNotFoundError):
-            raise
-        if found is None:
-            from snapshot.formats.mistakes import refuse_folder  # only an error needs it
-
-            raise await refuse_folder(session.storage) from error
-        document = found
+        absence = error
+    if document is None:  # outside of the handler: a missing manifest is not the cause of what is raised here
+        document = await _open_foreign(session, absence)
     return add_layers(session, document)
+
+
+async def _open_foreign(session: Session, absence: StorageError) -> ForeignDocument:
+    """Open the checkpoint of another library. `absence`: why there is no manifest."""
+    if session.seal is not None:  # other formats have no signatures, so their readers are not even called
+        raise SnapshotNotFoundError(
+            f"{session.url}: no snapshot of this library found ({METADATA} is missing), and with a key, no other "
+            "format is read"
+        )
+    with gc_paused():
+        found = await find_foreign(session)
+    if found is not None:
+        return found
+    if not isinstance(absence, StorageNotFoundError):
+        raise absence
+    from snapshot.formats.mistakes import refuse_folder  # only an error needs it
+
+    raise await refuse_folder(session.storage, session.open_beside)
 
 
 async def find_foreign(session: Session) -> ForeignDocument | None:

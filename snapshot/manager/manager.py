@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -42,11 +42,12 @@ from snapshot.manager.takes import (
     save_after,
 )
 from snapshot.manifest.document import ManifestHead
-from snapshot.options import expect_options, with_options
+from snapshot.options import expect_options, with_given, with_options
+from snapshot.progress import ProgressArgument
 from snapshot.reports import RestoreReport, TakeReport
 from snapshot.save.findings import suspicions
 from snapshot.save.take import AppState
-from snapshot.save.take_options import TAKE_OPTIONS, TakeOptions
+from snapshot.save.take_options import TAKE_OPTIONS, BaseArgument, TakeOptions
 from snapshot.snapshot import PendingSnapshot, Snapshot
 from snapshot.text import Duration
 
@@ -148,6 +149,10 @@ class SnapshotManager:
         *,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
+        replicated: Sequence[str] | None = None,
+        base: BaseArgument = None,
+        progress: ProgressArgument = None,
+        timeout: float | None = None,
         options: TakeOptions | None = None,
     ) -> Snapshot:
         """Save a step, and return when it is committed.
@@ -163,6 +168,10 @@ class SnapshotManager:
             metrics: Numbers by name, used by `best` and `KeepBest`. Those of rank 0 are stored.
             metadata: As for `Snapshot.take`.
             overwrite: Replace an existing snapshot of this step.
+            replicated: As for `Snapshot.take`.
+            base: As for `Snapshot.take`. With `incremental`, a manager chooses it.
+            progress: As for `Snapshot.take`.
+            timeout: As for `Snapshot.take`.
             options: The options of this take, instead of `take_options` of the manager. To change one of these, pass
                 `dataclasses.replace(manager.take_options, ...)`.
 
@@ -172,7 +181,8 @@ class SnapshotManager:
             OtherWriterError: Without `near`: another job writes to the root.
             SnapshotError: The ranks passed different steps. Or another job has continued the run.
         """
-        begun = self._begin("take", step, metrics, metadata, options, overwrite=overwrite)
+        chosen = self._choose(options, replicated=replicated, base=base, progress=progress, timeout=timeout)
+        begun = self._begin("take", step, metrics, metadata, chosen, overwrite=overwrite)
         number = begun.step
         if begun.pending is not None:
             self._flush_if_stopping(begun)
@@ -204,13 +214,18 @@ class SnapshotManager:
         *,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
+        replicated: Sequence[str] | None = None,
+        base: BaseArgument = None,
+        progress: ProgressArgument = None,
+        timeout: float | None = None,
         options: TakeOptions | None = None,
     ) -> PendingSnapshot:
         """Save a step as it is now, and write it while the application continues.
 
         Arguments are those of `take`. The options `staging`, `worker` and `when_busy` choose how.
         """
-        begun = self._begin("async_take", step, metrics, metadata, options, overwrite=overwrite)
+        chosen = self._choose(options, replicated=replicated, base=base, progress=progress, timeout=timeout)
+        begun = self._begin("async_take", step, metrics, metadata, chosen, overwrite=overwrite)
         number, path = begun.step, begun.place.path
         if begun.pending is not None:
             return begun.pending
@@ -228,19 +243,22 @@ class SnapshotManager:
         pending.work.add_done_callback(partial(self._done, begun, began, pending))
         return pending
 
+    def _choose(self, options: TakeOptions | None, **given: Any) -> TakeOptions:
+        """Return the options of a take, with the arguments of the call that go before them."""
+        return with_given(self.take_options if options is None else options, TakeOptions, given)
+
     def _begin(
         self,
         verb: str,
         step: int,
         metrics: Mapping[str, Any] | None,
         metadata: Mapping[str, Any] | None,
-        options: TakeOptions | None,
+        options: TakeOptions,
         *,
         overwrite: bool,
     ) -> Begun:
         """Agree on the step, and on where it is written."""
         steps = self._steps
-        options = self.take_options if options is None else options
         with self._exchange(verb, getattr(options, "timeout", None)) as exchange:
             expect_options(options, TakeOptions)
             options.check()

@@ -232,9 +232,12 @@ class Fallback:
             if candidate is None or run(self._root.counts(candidate[0], self._seen.committed[candidate[0]])):
                 break
             log.info("%s: passed over: it is off the line of the run", self._root.step_url(candidate[0]))
-        if candidate is None and self._seen.others and not self._seen.committed:
+        if candidate is None and not self._seen.committed:
             some = ", ".join(f"step-{step}" for step in self._seen.others[-5:])
-            log.warning("%s: nothing to restore: there is no finished snapshot in %s", self._root.url, some)
+            if some:
+                log.warning("%s: nothing to restore: there is no finished snapshot in %s", self._root.url, some)
+            else:
+                log.info("%s: nothing to restore: there are no steps, so this is a new run", self._root.url)
         return candidate
 
     def _look(self, before: int | None) -> None:

@@ -34,7 +34,10 @@ WRITER = "writer"
 def checked_step(step: Any) -> int:
     """Return the step as an int; raise TypeError or ValueError if invalid."""
     if isinstance(step, bool) or not hasattr(step, "__index__"):
-        raise TypeError(f"step={step!r} must be an integer")
+        got = repr(step)
+        if isinstance(step, Mapping):
+            got = f"{with_article(type(step).__name__)}; the step comes first: take(step, app_state)"
+        raise TypeError(f"step must be an integer, got {got}")
     number = int(step.__index__())
     if not 0 <= number < 10**18:
         raise ValueError(f"step must be at least 0 and less than 10**18, got {number}")

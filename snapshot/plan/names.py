@@ -64,6 +64,8 @@ def expect_globs(name: str, globs: Sequence[str]) -> None:
     """Raise TypeError if one string was passed instead of a list of globs."""
     if isinstance(globs, str):
         raise TypeError(f"{name} must be a list of globs, got one string; write [{globs!r}]")
+    if not isinstance(globs, Collection) or not all(isinstance(glob, str) for glob in globs):
+        raise TypeError(f"{name} must be a list of globs, got {globs!r}")
 
 
 def matcher(globs: Sequence[str]) -> Callable[[str], bool]:

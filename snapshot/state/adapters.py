@@ -21,7 +21,14 @@ from snapshot.state.optimizers import (
 )
 from snapshot.state.rng import RNGState
 from snapshot.state.sharded import shape_of_whole
-from snapshot.state.stateful import ModuleAdapter, RestoreAdapter, RNGAdapter, StateDict, StateDictAdapter
+from snapshot.state.stateful import (
+    ModuleAdapter,
+    RestoreAdapter,
+    RNGAdapter,
+    StateDict,
+    StateDictAdapter,
+    find_names_beneath,
+)
 from snapshot.tensors.memory import address_of_tensor
 
 # `ModelState` as a stateful: a model and its optimizers, restored together under the names of parameters.
@@ -157,6 +164,18 @@ def _list_parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+class ScalerAdapter(RestoreAdapter):
+    """A `GradScaler`. A disabled one saves an empty state, which torch's enabled one refuses."""
+
+    def find_mismatches(self, entries: Mapping[str, Any]) -> list[str]:
+        if not self.state or find_names_beneath(self.key, entries) != []:
+            return []
+        return [
+            f"{self.key}: was saved by a disabled GradScaler, and this one is enabled; leave it out of app_state, or "
+            "disable it"
+        ]
+
+
 # The kind of each stateful object.
 
 _ADAPTERS: tuple[tuple[type, type[RestoreAdapter]], ...] = (
@@ -165,6 +184,7 @@ _ADAPTERS: tuple[tuple[type, type[RestoreAdapter]], ...] = (
     (torch.optim.Optimizer, OptimizerAdapter),
     (ModelState, ModelStateAdapter),
     (StateDict, StateDictAdapter),
+    (torch.amp.GradScaler, ScalerAdapter),
 )
 
 

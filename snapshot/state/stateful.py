@@ -72,18 +72,19 @@ class StateDict(UserDict[str, Any]):
         self.data.update(state_dict)
 
 
-def check_app_state(app_state: Mapping[str, Any]) -> None:
+def check_app_state(app_state: object) -> None:
     """Raise `TypeError` or `ValueError`, with the key, for an invalid app state."""
     if not isinstance(app_state, Mapping):
-        raise TypeError(f"app_state must be a dict of stateful objects, got {type(app_state).__name__}")
+        from snapshot.state.mistakes import describe_wrong  # only an error needs it
+
+        raise TypeError(describe_wrong(app_state))
     for key, value in app_state.items():
         if not isinstance(key, str):
             raise TypeError(f"app_state keys must be strings, got {key!r}")
         if isinstance(value, type) or not isinstance(value, Stateful):
-            raise TypeError(
-                f"app_state[{key!r}] is {_describe_value(value)}, which has no state_dict() and load_state_dict(); "
-                f"wrap plain values: StateDict({_keyword_name(key)}=...)"
-            )
+            from snapshot.state.mistakes import describe_wrong_value
+
+            raise TypeError(describe_wrong_value(key, value))
     if not app_state:
         warn("app_state is empty, so there is nothing to save or restore")
     rng = [key for key, value in app_state.items() if isinstance(value, RNGState)]
@@ -95,14 +96,6 @@ def map_modules(app_state: Mapping[str, Any]) -> list[ModuleMap]:
     """Return the modules and optimizers of each stateful. Raise as `check_app_state` does."""
     check_app_state(app_state)
     return [ModuleMap(key, stateful) for key, stateful in app_state.items()]
-
-
-def _describe_value(value: object) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__qualname__}"
-
-
-def _keyword_name(key: str) -> str:
-    return key if key.isidentifier() else "value"
 
 
 ReadBoxes = Callable[[Sequence[tuple[str, Any, Box]]], list[torch.Tensor]]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from snapshot.distributed.exchange import LEADER, Exchange
 from snapshot.distributed.operation import Operation
 from snapshot.formats import dcp_notice, hugging_face, registry
+from snapshot.formats.hugging_face import ExtraFiles
 from snapshot.formats.registry import SNAPSHOT
 from snapshot.io.loop import run
 from snapshot.io.url import URL, Location
@@ -41,6 +43,8 @@ def expect_writable(target: Target, sources: Sequence[URL]) -> None:
     written = registry.find_writer(form)
     if written.needs_options and target.format_options is None:
         raise ValueError(f"format_options must be {written.options.replace(':', '.')} for to={form!r}, got None")
+    if target.files is not None and (form == SNAPSHOT or written.one_file or suffix_of(url) in written.suffixes):
+        raise ValueError(f"files must be None for {url}, which is not a folder of another format")
     if url in sources:
         raise ValueError(f"{url}: the destination is the source; convert to another path")
 
@@ -83,11 +87,25 @@ def write_checkpoint(
             plan.expect_filled()
             if name is None:
                 plan.others = (*plan.others, *FOUND_FIRST)
+        if target.files is not None:
+            add_files(plan, target, exchange)
         overwrite = target.overwrite
         work = export.write(
             plan, made, operation.meter, overwrite=overwrite, exchange=exchange, make_source=make_source
         )
         return run(work)
+
+
+def add_files(plan: ExportPlan, target: Target, exchange: Exchange) -> None:
+    """Add the files beside the weights. Rank 0 reads and writes them."""
+    files = ExtraFiles(target.files).read() if exchange.rank == LEADER else {}
+    names = exchange.agree(True, lambda _: list(files), bool, list[str])
+    taken = {*plan.markers, *(name for name, _ in plan.files), *(name for name, _ in plan.last())}
+    if twice := sorted(taken.intersection(names)):
+        raise ValueError(f"files must not have {twice[0]!r}, which to={target.format!r} writes")
+    index = plan.last
+    plan.last = lambda: [*((name, files.get(name, b"")) for name in names), *index()]
+    plan.markers = (*plan.markers, *names)
 
 
 def convert_checkpoint(operation: Operation, origin: Location, target: Target, choice: Selection) -> ConvertReport:

@@ -359,7 +359,7 @@ class Export:
             leaf for leaf, origin in zip(plan.leaves, plan.origins, strict=True) if isinstance(origin, e.AnyTensor)
         ]
         names = (*outputs.names, *(name for name, _ in plan.last()))
-        nbytes = sum(leaf.nbytes for leaf in tensors)
+        nbytes = sum(file.size for _, file in plan.files)
         left_out = (*plan.left_out, *self._gone)
         return ConvertReport(plan.kind, len(tensors), nbytes, left_out, names, changed=tuple(plan.changed))
 

@@ -22,7 +22,7 @@ from snapshot.errors import UnsafeObjectError
 from snapshot.events import log
 from snapshot.formats import registry
 from snapshot.formats.foreign import add_root
-from snapshot.formats.hugging_face import SHARD
+from snapshot.formats.hugging_face import SHARD, ExtraFiles, GivenFiles
 from snapshot.formats.registry import SNAPSHOT, FormatOptions
 from snapshot.io.loop import run
 from snapshot.io.session import MemoryDefaults, Session
@@ -103,6 +103,9 @@ class Target:
         durable: Return only when the result survives a loss of power.
         shard_bytes: The maximum size of each file if there are several.
         format_options: Options of one format, which choose `to`, such as those of GGUF and PEFT.
+        files: The small files beside the weights in a folder of another format, such as `config.json` and the
+            tokenizer's, which `from_pretrained` needs: a local folder that has them, or their contents by name. Weights
+            and hidden files of the folder are not copied.
         storage_options: Options for the storage plugin of `url`, and of files that `format_options` name if their
             scheme is the same.
 
@@ -119,6 +122,7 @@ class Target:
     durable: bool = True
     shard_bytes: int = SHARD
     format_options: FormatOptions | None = None
+    files: GivenFiles = None
     storage_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -128,6 +132,8 @@ class Target:
             raise ValueError(f"to must be {_choices()}, got {self.to!r}")
         expect_positive("shard_bytes", self.shard_bytes)
         expect_mapping(self.storage_options)
+        if isinstance(self.files, Mapping) or not isinstance(self.files, (str, os.PathLike)):
+            ExtraFiles(self.files)  # a folder may be on the host of rank 0 only
         compression: object = self.compression
         if compression == "auto":
             raise ValueError("compression must be None or 'zstd' here, got 'auto': only takes are measured")
@@ -189,6 +195,7 @@ class Target:
             "overwrite": self.overwrite,
             "compression": self.compression,
             "format_options": None if self.format_options is None else dict(self.format_options.agreed()),
+            "files": self.files is not None,
         }
 
 

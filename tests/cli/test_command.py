@@ -166,7 +166,7 @@ def test_cli_error_for_a_missing_snapshot_says_what_is_at_the_path(root, tmp_pat
     (tmp_path / "half" / ".take-0123456789ab").write_text("")
     places = {
         root / "step-10": "did you mean",
-        tmp_path / "empty": "this folder is empty",
+        tmp_path / "empty": "the folder is empty",
         tmp_path / "none" / "at" / "all": "there is no snapshot here",
         tmp_path / "folder": "found a.txt",
         tmp_path / "half": "interrupted",

@@ -167,10 +167,15 @@ def test_doctor_speed_gives_no_advice_from_one_measurement(tmp_path, capsys, mea
     assert told["settings"] == ["none: no time to measure twice; pass more --seconds"]
 
 
-def test_doctor_speed_of_a_remote_storage_compares_reads_too():
+def test_doctor_speed_counts_reads_as_well_as_writes():
     trial = doctor_speed.Trial("x", write=[100.0, 99.0], read=[100.0, 50.0])
-    assert trial.agrees(doctor_speed.FILE)
-    assert not trial.agrees(doctor_speed.REMOTE)
+    assert not trial.agrees()
     trial.read.append(97.0)
-    assert trial.agrees(doctor_speed.REMOTE)
-    assert not doctor_speed.Trial("y", write=[1.0], read=[1.0]).agrees(doctor_speed.FILE)
+    assert trial.agrees()
+    assert not doctor_speed.Trial("y", write=[1.0], read=[1.0]).agrees()
+
+
+def test_doctor_speed_proposes_nothing_that_makes_reads_slower(tmp_path, capsys, measured):
+    measured(lambda name, turn: (200.0, 40.0) if name == "2 never" else (100.0, 50.0))
+    told = speeds(capsys, tmp_path)
+    assert told["settings"] == ["none: no tried setting is clearly better than the defaults"]

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import torch
 
-from snapshot import Snapshot, StateDict, TakeOptions
+from snapshot import RNGState, Snapshot, StateDict, TakeOptions
 from snapshot.cli import main
 from snapshot.cli.listing import ListedItem, folded, heaviest, items
 from snapshot.cli.screen import cells
@@ -23,10 +23,10 @@ def ls(capsys, *argv):
 
 
 @newer_adamw
-def test_cli_ls_of_a_folder_lists_snapshots_in_numeric_order(root, capsys):
+def test_cli_ls_of_a_folder_lists_the_newest_step_first(root, capsys):
     (line,) = ls(capsys, root, "--json")
     found = {each["name"]: each for each in json.loads(line)["snapshots"]}
-    assert list(found) == ["model.pt", "step-9", "step-100"]
+    assert list(found) == ["model.pt", "step-100", "step-9"]
     assert found["step-100"]["metadata"] == {"step": 100, "metrics": {"loss": 0.01}}
     assert found["step-9"]["entries"] == 264
     assert found["model.pt"]["format"].startswith("torch.save")
@@ -39,8 +39,8 @@ def test_cli_ls_shows_an_unreadable_step_and_exits_1(root, tmp_path, capsys):
     manifest.write_bytes(manifest.read_bytes()[:-30])
     assert main(["ls", str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert "cannot be read" in lines[2]
-    assert lines[1].startswith("step-9 ")
+    assert "cannot be read" in lines[1]
+    assert lines[2].startswith("step-9 ")
 
 
 def test_cli_ls_escapes_names_and_shows_empty_containers(root, capsys):
@@ -284,3 +284,38 @@ def test_cli_ls_of_a_folder_of_only_interrupted_takes_says_so(tmp_path, capsys):
         place.touch()
     assert main(["ls", str(tmp_path / "run")]) == 2
     assert "only interrupted or running takes: step-5, step-10" in capsys.readouterr().err
+
+
+def _take_in_turns(path):
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
+    plain = StateDict(b=1, a=[{"z": torch.ones(3), "y": 2}, 3])
+    Snapshot.take(path, {"rng": RNGState(), "model": model, "plain": plain}, replicated=["model/**", "plain/**"])
+
+
+def test_cli_ls_of_several_ranks_is_in_the_order_of_the_application(two, tmp_path, capsys):
+    two.run(_take_in_turns, tmp_path / "s")
+    names = [line.split()[0] for line in ls(capsys, tmp_path / "s", "--flat")[1:]]
+    tensors = [name for name in names if name.startswith("model/")]
+    assert tensors == [f"model/{n}.{what}" for n in range(6) for what in ("weight", "bias")]
+    assert [name for name in names if name.startswith("plain/")] == [
+        f"plain/{each}" for each in ("b", "a/0/z", "a/0/y", "a/1")
+    ]
+    keys = [line.split("/")[0] for line in ls(capsys, tmp_path / "s")[2:] if not line.startswith(" ")]
+    assert sorted(keys[:2]) == ["model", "plain"]
+    assert keys[2:] == ["rng"]
+
+
+def test_cli_ls_sorts_keys_and_has_the_generators_last(tmp_path, capsys):
+    Snapshot.take(tmp_path / "s", {"rng": RNGState(), "model": torch.nn.Linear(2, 2), "a": StateDict(x=1)})
+    keys = [line.split("/")[0] for line in ls(capsys, tmp_path / "s")[2:] if not line.startswith(" ")]
+    assert keys == ["a", "model", "rng"]
+
+
+def test_cli_ls_on_a_narrow_terminal_leaves_out_empty_columns_and_keeps_values(tmp_path, terminal):
+    steps = StateDict({"the_number_of_the_last_step_of_this_long_run": 20, "the_name_of_the_schedule": "cosine"})
+    Snapshot.take(tmp_path / "s", {"progress": steps})
+    screen = terminal(60)
+    assert main(["ls", str(tmp_path / "s"), "progress/**"]) == 0
+    head, *lines = screen.text().splitlines()[-4:]
+    assert head.split() == ["name", "kind", "size", "value"] or head.split() == ["name", "size", "value"]
+    assert [line.split()[-1] for line in lines[1:]] == ["20", "'cosine'"]

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from fnmatch import fnmatchcase
 from pathlib import Path
 from unittest import mock
@@ -13,7 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from snapshot import RestoreOptions, Snapshot, StateDict, StorageError, TakeOptions
+from snapshot import RestoreOptions, Snapshot, SnapshotError, StateDict, StorageError, TakeOptions
 from snapshot.storages.file.files import Folders
 from snapshot.testing import Fault, Log, Stall, Tap, tapped
 from tests.helpers.arguments import for_restore, for_take
@@ -480,3 +481,16 @@ def collective():
     one = torch.ones(1)
     dist.all_reduce(one)
     return one.item()
+
+
+def restore_unfit(path, layers):
+    """Restore a model that fits on all ranks but 0. Return the error, its text, and the frames of its traceback."""
+
+    def model(width):
+        return torch.nn.Sequential(*(torch.nn.Linear(2, width) for _ in range(layers)))
+
+    snapshot = Snapshot.take(path, {"m": model(2)})
+    try:
+        snapshot.restore({"m": model(3 if dist.get_rank() == 0 else 2)})
+    except SnapshotError as error:
+        return type(error).__name__, str(error), len(traceback.extract_tb(error.__traceback__))

@@ -162,6 +162,16 @@ def test_restore_error_on_one_rank_changes_no_tensors_on_any(two, taken, which, 
     assert two.run(ranks.collective, timeout=SOON) == [2, 2]
 
 
+def test_rank_error_repeats_the_first_lines_of_the_cause_in_a_short_traceback(two, tmp_path):
+    outcomes = two.run(ranks.restore_unfit, tmp_path / "s", 20, timeout=SOON)
+    (kind, text, _), (other, short, frames) = outcomes
+    assert (kind, text.count("\n")) == ("RestoreError", 41)
+    assert (other, short.count("\n")) == ("RankError", 6)
+    assert short.startswith(f"rank 0 failed: RestoreError: {tmp_path}/s: does not fit the application")
+    assert short.endswith("(36 lines more, which rank 0 shows)")
+    assert frames <= 4
+
+
 @either_rank
 def test_restore_error_in_load_state_dict_is_reported_on_all_ranks(two, taken, which):
     outcomes = two.run(ranks.restore_where, which, "its load_state_dict raises", taken)

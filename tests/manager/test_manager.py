@@ -983,11 +983,35 @@ def test_manager_take_options_of_another_type_raise(tmp_path, wrong):
                 take(1, state(), options=wrong)
         with pytest.raises(TypeError, match=r"options must be RestoreOptions\(...\), got"):
             manager.restore_latest(state(), options=TakeOptions() if isinstance(wrong, RestoreOptions) else wrong)
-        with pytest.raises(TypeError, match=r"no argument 'replicated': pass options=TakeOptions\(replicated=...\)"):
-            manager.take(1, state(), replicated=["**"])
+        with pytest.raises(TypeError, match=r"no argument 'durable': pass options=TakeOptions\(durable=...\)"):
+            manager.take(1, state(), durable=False)
         with pytest.raises(TypeError, match=r"no argument 'select': pass options=RestoreOptions\(select=...\)"):
             manager.restore_latest(state(), select=["**"])
         assert manager.steps() == []
+
+
+def test_manager_takes_accept_the_arguments_of_snapshot_take(tmp_path):
+    seen = []
+    live = {"model": torch.nn.Linear(300, 300), "step": StateDict(step=0)}
+    every = TakeOptions(exclude=["step/**"], progress=True)
+    with SnapshotManager(tmp_path / "run", take_options=every, signals=()) as manager:
+        first = manager.take(1, live, progress=seen.append, replicated=["**"], timeout=20)
+        assert seen
+        manager.take(2, live, base=first)
+        assert manager.async_take(3, live, base=manager.snapshot(2), progress=False).wait().exists()
+        for step in (1, 2, 3):  # what a call says goes before the options of the manager, and the others stay
+            assert "0/step/step" not in manager.snapshot(step).get_manifest()
+        for take in (manager.take, manager.async_take):
+            with pytest.raises(TypeError, match="globs must be a list"):
+                take(4, live, replicated="**")
+            with pytest.raises(ValueError, match="timeout"):
+                take(4, live, timeout=-1)
+            with pytest.raises(TypeError, match="base must be a path"):
+                take(4, live, base=3)
+        assert manager.steps() == [1, 2, 3]
+    files = [list((tmp_path / "run" / f"step-{step}" / "data").iterdir()) for step in (1, 2, 3)]
+    largest = [max((each.stat() for each in found), key=lambda stat: stat.st_size) for found in files]
+    assert len({each.st_ino for each in largest}) == 1  # shared by all three
 
 
 def test_restore_latest_searches_from_the_newest_step_down(tmp_path):

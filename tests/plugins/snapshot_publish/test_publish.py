@@ -19,10 +19,10 @@ from snapshot import (
     StateDict,
     StorageError,
 )
+from snapshot.formats import hugging_face
 from snapshot.manager.policies import Policy
 from snapshot.testing.storages import faulty
 from snapshot_publish import Publisher, PublishOptions, Subscriber
-from snapshot_publish import publisher as publisher_module
 from tests.plugins.snapshot_publish import engine
 from tests.plugins.snapshot_publish.models import model, train
 
@@ -345,7 +345,7 @@ def test_publish_resumed_continues_with_deltas_only_for_equal_tensors_and_files(
 
 
 def test_publish_of_a_file_that_is_too_large_for_one_beside_the_weights_names_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(publisher_module, "LONGEST_FILE", 10)
+    monkeypatch.setattr(hugging_face, "LONGEST_FILE", 10)
     (tmp_path / "beside").mkdir()
     (tmp_path / "beside" / "config.json").write_bytes(b"{}" + 8 * b" ")
     assert (
