@@ -36,8 +36,8 @@ Unused = Literal["warn", "error", "ignore"]
 class RestoreOptions:
     """The options of a restore, for `Snapshot.restore` and `SnapshotManager.restore_latest`.
 
-    An argument of a call goes before the option of the same name. A wrong value raises `ValueError` when the restore
-    begins, on all ranks.
+    If a call has an argument of the same name, the argument takes precedence. A wrong value raises `ValueError` when
+    the restore begins, on all ranks.
 
     >>> from snapshot import RestoreOptions, Snapshot, StateDict
     >>> progress = StateDict(step=3)
@@ -50,7 +50,7 @@ class RestoreOptions:
     exact: bool = False
     """Remove the keys of a `StateDict` that the snapshot lacks; otherwise they keep their values."""
     mismatched: Mismatched = "error"
-    """The action for a tensor of another shape: `"error"`, or `"skip"` to leave it unchanged."""
+    """What to do about a tensor of another shape: raise an `"error"`, or `"skip"` it and leave it unchanged."""
     select: Sequence[str] = ()
     """As for `Snapshot.restore`."""
     exclude: Sequence[str] = ()
@@ -76,8 +76,8 @@ class RestoreOptions:
     base: Source | None = None
     """The base of a snapshot that was taken with `only="trainable"`, or a copy of the base.
 
-    What the snapshot left out is read from there. Without it, that is compared with the live tensors, and any
-    difference is an error, also with `strict=False`.
+    What the snapshot left out is read from there. Without `base`, it is compared with the live tensors, and any
+    difference is an error, even with `strict=False`.
     """
     unused: Unused = "warn"
     """As for `Snapshot.restore`."""

@@ -157,9 +157,9 @@ class SnapshotManager:
     ) -> Snapshot:
         """Save a step, and return when it is committed.
 
-        Snapshots that the policy does not keep are removed later, in the background. If `async_take` of this manager
-        has just saved the step, wait for that take and return its snapshot. It counts as the same take if no other step
-        was taken or restored since, and the loop is still at that step. A step that `restore_latest` found damaged is
+        Steps that the policy does not keep are deleted later, in the background. If `async_take` of this manager has
+        just saved the same step, this call waits for it and returns its snapshot, provided that no other step was taken
+        or restored since, and that the loop is still at that step. A step that `restore_latest` found damaged is
         replaced.
 
         Args:
@@ -402,7 +402,7 @@ class SnapshotManager:
         return None
 
     def suspect(self, step: int) -> tuple[str, ...]:
-        """Return what the guards found in a step: nothing, unless it was committed as suspect."""
+        """Return what the guards found in a suspect step. It is empty for all other steps."""
         return suspicions(self._steps.snapshot(checked_step(step)).metadata.metadata)
 
     def best(self, metric: str | None = None, mode: str = "min") -> int | None:
@@ -433,7 +433,7 @@ class SnapshotManager:
         return noted_metrics(self._steps.snapshot(checked_step(step)).metadata.metadata)
 
     def snapshot(self, step: int) -> Snapshot:
-        """Return the snapshot of a step, which need not exist."""
+        """Return the snapshot of a step. The step need not exist."""
         number = checked_step(step)
         if not self._pendings.is_latest(number) and threading.current_thread().name != CLEANER:  # not in a policy
             self._pendings.moved_on()  # after a restore the state is that of this step
@@ -464,10 +464,10 @@ class SnapshotManager:
     # Decisions
 
     def should_take(self, step: int) -> bool:
-        """Return True if `every` says to take this step. The result is equal on all ranks, which must all call it.
+        """Return True if `every` says that this step should be saved.
 
-        Call it at every step. No rank waits for another. If `every` is a time, all ranks take at the same step, soon
-        after it has passed on rank 0's clock.
+        All ranks must call this in every step, and all get the same result. No rank waits for another. If `every` is a
+        time, all ranks save at the same step, soon after it has passed on rank 0's clock.
         """
         number = checked_step(step)
         self._measured.at_step(number)
@@ -486,11 +486,11 @@ class SnapshotManager:
         return self._channels.ask("take", wish, leader_alone=True)
 
     def should_stop(self) -> bool:
-        """Return True if a signal has asked any rank to stop: on all ranks from the same call on.
+        """Return True if a signal has asked any rank to stop. All ranks return True from the same call on.
 
-        All ranks must call it once a step. No rank waits for another, and most calls only count. Ranks query the store
-        of their group about every half second, or at each call if calls are further apart. A rank that calls it more
-        often than others stops earlier than they do.
+        All ranks must call this once in every step. No rank waits for another, and most calls only count: the ranks
+        look into the store of their group about every half second, or at each call if calls are further apart. A rank
+        that calls this more often than the others stops earlier than they do.
 
         Raises:
             RankError: The store of the group cannot be reached.
@@ -520,9 +520,9 @@ class SnapshotManager:
     # Close
 
     def close(self) -> None:
-        """Finish running takes and removals, and restore the signal handlers. Failures are logged.
+        """Wait for running takes and removals, and restore the signal handlers. Failures are logged.
 
-        A signal that arrives meanwhile is recorded, and `should_stop` reports it afterwards.
+        If a signal arrives in the meantime, `should_stop` returns True afterwards.
         """
         if self._pid != os.getpid():
             return

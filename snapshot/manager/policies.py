@@ -48,7 +48,7 @@ class Policy(ABC):
 
 @dataclass(frozen=True)
 class KeepLatest(Policy):
-    """Keep the latest `n`, by their steps.
+    """Keep the latest `n` steps.
 
     >>> sorted(KeepLatest(2).keep([Taken(30), Taken(10), Taken(20)], now=0))
     [20, 30]
@@ -68,7 +68,9 @@ class KeepLatest(Policy):
 
 @dataclass(frozen=True)
 class KeepBest(Policy):
-    """Keep the `n` best by a metric; of equal ones the later. A step with NaN, without it, or suspect, is never best.
+    """Keep the `n` best steps by a metric, and of equal ones the later.
+
+    A step never counts as the best if it is suspect, or if the metric is NaN or missing.
 
     >>> sorted(KeepBest("loss").keep([Taken(1, 0, {"loss": 0.5}), Taken(2, 0, {"loss": 0.7})], now=0))
     [1]
@@ -124,7 +126,7 @@ class KeepEvery(Policy):
 
 @dataclass(frozen=True)
 class KeepFor(Policy):
-    """Keep snapshots taken within a duration: seconds, a `timedelta`, or a text such as `"7d"`.
+    """Keep the steps of a period until now: seconds, a `timedelta`, or a text such as `"7d"`.
 
     >>> sorted(KeepFor("1h").keep([Taken(1, created=0), Taken(2, created=9000)], now=10_000))
     [2]

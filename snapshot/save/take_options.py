@@ -135,8 +135,8 @@ def find_sink(worker: str) -> Sink:
 class TakeOptions:
     """The options of a take, for `Snapshot.take` and `async_take`, and for `SnapshotManager`.
 
-    An argument of a call goes before the option of the same name. A wrong value raises `ValueError` or `TypeError`
-    when the take begins, on all ranks.
+    If a call has an argument of the same name, the argument takes precedence. A wrong value raises `ValueError` or
+    `TypeError` when the take begins, on all ranks.
 
     >>> from snapshot import Snapshot, StateDict, TakeOptions
     >>> options = TakeOptions(read_back=True)
@@ -190,9 +190,9 @@ class TakeOptions:
     public key. See docs/guides/signatures.md.
     """
     allow_pickle: AllowPickle = "warn"
-    """The action for objects that only a pickle can hold, which a restore refuses by default.
+    """What to do about objects that only a pickle can hold, which a restore refuses by default.
 
-    `"warn"`, `"error"`, or True to store them without a word. Message and error name each object.
+    `"warn"` about each of them, raise an `"error"`, or True to store them silently.
     """
     staging: Staging = "blocking"
     """For `async_take`. `"blocking"`: the copy is complete when the call returns.
@@ -212,10 +212,10 @@ class TakeOptions:
     `"wait"` for one of them, or `"raise"` SnapshotBusyError.
     """
     guards: Guards = "suspect"
-    """The action if the state looks wrong, such as NaN in a parameter.
+    """What to do if the state looks wrong, for example if a parameter is NaN.
 
-    Commit it as `"suspect"`, which a manager keeps apart from good steps, only `"report"` it, or `"refuse"` to commit.
-    `"off"` does not look. See docs/guides/guards.md.
+    Commit it as `"suspect"`, which a manager keeps apart from good steps, just `"report"` it, or `"refuse"` to commit
+    it. With `"off"`, the state is not examined. See docs/guides/guards.md.
     """
     statistics: bool = False
     """Also store the norm, range, and counts of NaN and zero of each tensor, for `get_statistics`."""
