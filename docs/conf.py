@@ -1,5 +1,6 @@
 """How the documentation is built: `python -m sphinx -W -b html docs docs/_build`."""
 
+import re
 import tomllib
 from importlib import metadata  # and not `version` from it: Sphinx takes that name for a setting
 from pathlib import Path
@@ -77,7 +78,8 @@ class AddPhrases(SphinxTransform):
             [anchor, *_] = next(iter(self.document.findall(nodes.section)))["ids"]
             entries = [("single", phrase, anchor, "main", None) for phrase in phrases]
             self.document.insert(0, addnodes.index(entries=entries))
-            self.document.insert(0, nodes.meta("", name="keywords", content=", ".join(phrases)))
+            words = ", ".join(re.findall(r"\w+", " ".join(phrases)))  # a keyword of several words is never found
+            self.document.insert(0, nodes.meta("", name="keywords", content=words))
 
 
 def expect_pages(app, env):

@@ -9,7 +9,6 @@ Run the same command again to resume. The number of processes may differ each ti
 
 import argparse
 import os
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -46,7 +45,7 @@ def validate(model: nn.Module, data: TensorDataset, device: torch.device) -> flo
         return nn.functional.mse_loss(model(inputs), wanted).item()
 
 
-def train(folder: Path, steps: int, save_every: int, shard: bool) -> None:
+def train(folder: str, steps: int, save_every: int, shard: bool) -> None:
     alone = not dist.is_initialized()
     world, rank = (1, 0) if alone else (dist.get_world_size(), dist.get_rank())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -121,7 +120,7 @@ def train(folder: Path, steps: int, save_every: int, shard: bool) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", help="or a bucket, such as s3://bucket/run")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-every", type=int, default=10)
     parser.add_argument("--shard", action="store_true", help="FSDP2 instead of DDP")
