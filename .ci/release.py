@@ -48,8 +48,8 @@ EXTRAS = ("s3", "gcs", "azure", "http", "zstd", "sign", "otel", "cli")
 """Extras whose packages the SBOM lists as optional."""
 SENTENCES = {
     "README.md": (
-        "In a checkout,\n`pip install -e .` installs the library. This line",
-        "`pip install snapshot-torch`\ninstalls the library. In a checkout, this line",
+        "In a checkout,\n`pip install -e .` installs the library. To try it, paste",
+        "`pip install snapshot-torch`\ninstalls the library. To try it in a checkout, paste",
     ),
     "docs/start/getting-started.md": (
         "Install from a checkout:\n\n    pip install -e .\n",
