@@ -153,15 +153,14 @@ class LeftOut(NamedTuple):
 
     def fault(self, base: BaseReference) -> str:
         """Return why the target does not have what the base has, or ''."""
-        where = f"{base.url} (save id {base.save_id})"
         shared = intersect(self.piece, self.box)
         if shared != self.piece or not self.live or self.target.dtype != BY_NAME[self.stored.dtype]:
-            return f"{self.path}: is not in this snapshot, but in its base, {where}; pass RestoreOptions(base=...)"
+            return f"{self.path}: is not in this snapshot, but in its base, {base}; pass RestoreOptions(base=...)"
         part = self.target.detach()[self.piece.relative_to(self.box.offsets).slices()]
         if _digest_tensor(part) == self.stored.digest:
             return ""
         return (
-            f"{self.path}: is not in this snapshot, since it had not changed from its base, {where}; the "
+            f"{self.path}: is not in this snapshot, since it had not changed from its base, {base}; the "
             "application has other values: restore the base first, or pass RestoreOptions(base=...)"
         )
 
@@ -204,7 +203,12 @@ async def attach_base(opened: Opened, place: Location) -> tuple[Opened, str]:
     try:
         found = await open_checkpoint(base)
         held = found.document
-        places = _find_files(document, wanted, held, place.url)
+        if wanted.format:
+            from snapshot.loading.base_folder import find_files  # few bases are no snapshots
+
+            places, found = await find_files(document, wanted, found), found.as_stored()
+        else:
+            places = _find_files(document, wanted, held, place.url)
     except BaseException:
         await base.close()
         raise
@@ -214,7 +218,8 @@ async def attach_base(opened: Opened, place: Location) -> tuple[Opened, str]:
         for location, file in document.files.items()
     }
     sizes = {each: (held.files[there].stored_size, held.files[there].size) for each, there in places.items()}
-    whole = msgspec.structs.replace(document, files=files, base=None)
+    opened_base = msgspec.structs.replace(wanted, url=str(place.url)) if wanted.format else None
+    whole = msgspec.structs.replace(document, files=files, base=opened_base)
     storage = _WithBase(opened.storage, found.storage, places, sizes)
     return replace(opened, document=whole, storage=storage), held.save_id
 

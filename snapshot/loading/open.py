@@ -410,8 +410,8 @@ async def expect_files(opened: Opened, locations: set[str], *, reads: bool = Fal
     document = opened.document
     if document.base is not None and any(document.files[each].in_base for each in locations):
         raise SnapshotError(
-            f"{opened.url}: has only what differs from {document.base.url} (save id {document.base.save_id}); to "
-            "restore all of it, pass RestoreOptions(base=...); objects that did not change are in that snapshot"
+            f"{opened.url}: has only what differs from {document.base}; to restore all of it, pass "
+            "RestoreOptions(base=...); objects that did not change are in the base"
         )
     if reads and len(locations) == 1 and not isinstance(document, ForeignDocument):
         [only] = locations

@@ -54,6 +54,8 @@ class BaseFile:
     @property
     def place(self) -> str:
         """The URL of the file."""
+        if self.entry.name and self.base.reference is not None:
+            return f"{self.base.reference.url}: {self.entry.name}"
         return str(self.base.opened.url.join(self.location))
 
     @property
@@ -139,8 +141,8 @@ def open_base(opened: Opened, rank: int, *, shares: str) -> Base:
     base = Base(opened, shares, {}, elsewhere, document.base)
     mine = {
         location
-        for location in document.files
-        if location.endswith(".safetensors") and location.split("-")[1:2] == [str(rank)]
+        for location, file in document.files.items()
+        if location.endswith(".safetensors") and (file.name or location.split("-")[1:2] == [str(rank)])
     }
     held: dict[str, list[tuple[int, int, str, Box | None, e.TensorEntry]]] = {location: [] for location in mine}
     for path, entry in document.manifest.items():

@@ -109,8 +109,11 @@ def build_entries(
             entries[leaf.path] = stored
 
     omitted = reuse.omitted
-    for extent, held in omitted.ranges if omitted is not None else ():
-        add(leaves[extent.leaf], extent, held)
+    if omitted is not None:
+        for number, (extent, held) in enumerate(omitted.ranges):
+            if table := omitted.tables.get(number):
+                held.blocks = (binary.location, *binary.append(table))
+            add(leaves[extent.leaf], extent, held)
     for each in written:
         where = each.location
         for index, (extent, digest) in enumerate(zip(each.file.extents, each.digests, strict=True)):

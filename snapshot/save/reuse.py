@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from snapshot.errors import (
@@ -24,7 +24,7 @@ from snapshot.io.session import Session
 from snapshot.io.system import PerProcess, drop_oldest
 from snapshot.io.url import URL, Location, locate_source, select_server
 from snapshot.loading.left_out import attach_base
-from snapshot.loading.open import open_checkpoint
+from snapshot.loading.open import Opened, open_checkpoint
 from snapshot.manifest.document import BaseReference, FileEntry
 from snapshot.manifest.entries import TensorEntry
 from snapshot.plan.layout import LATE, LEFT_OUT, STABLE, Extent, FilePlan, Piece, name_data_file, place_box
@@ -105,7 +105,7 @@ NO_REUSE = Reuse()
 
 @dataclass(frozen=True)
 class Omitted:
-    """The frozen parameters that a take leaves out, and the snapshot that has them."""
+    """The frozen parameters that a take leaves out, and the snapshot or the folder of weights that has them."""
 
     base: BaseReference
     ranges: Sequence[tuple[Extent, TensorEntry]]
@@ -118,6 +118,8 @@ class Omitted:
     """The save id that was found there. A copy of the base has another one than the base."""
     open: Callable[[], Session]
     """Opens the base."""
+    tables: Mapping[int, bytes] = field(default_factory=dict)
+    """Tables of digests that the take stores since the base, a folder of weights, has none: by position in `ranges`."""
 
     @property
     def nbytes(self) -> int:
@@ -128,7 +130,12 @@ class Omitted:
         """Raise if the base was removed since the comparison: this snapshot would be incomplete."""
         session = self.open()
         try:
-            if await committed_save_id(session.storage) == self.save_id:
+            if self.base.format:
+                from snapshot.loading.base_folder import has_files  # few bases are no snapshots
+
+                if await has_files(session, self.files.values()):
+                    return
+            elif await committed_save_id(session.storage) == self.save_id:
                 return
         except SnapshotError as error:
             log.warning("%s: cannot be checked before the commit: %s", session.url, error)
@@ -205,17 +212,21 @@ async def find_omitted(
         changed |= comparison.changed if sound else {extent.leaf for extent in comparison.plan.extents}
     ranges: list[tuple[Extent, TensorEntry]] = []
     files: dict[str, FileEntry] = {}
+    kept: dict[int, bytes] = {}
     for number, pieces in found.items():
         for (_, start, length, box), each in pieces.items() if number not in changed else ():
+            blocks = each.stored.blocks
+            if blocks is not None and base.elsewhere and blocks[0] not in base.elsewhere:
+                kept[len(ranges)], blocks = tables[blocks], None  # it is in this base, which need not stay
             ranges.append((Extent(number, 0, length, start, box), _as_stored(each.stored)))
-            for location in {each.stored.location, *(each.stored.blocks or ())[:1]}:
+            for location in {each.stored.location, *(blocks or ())[:1]}:
                 files[location] = _in_base(base.opened.document.files[location])
     for comparison in comparisons:
         add_use(comparison.held)
     if not ranges:
         return None
     reference = base.reference or BaseReference(base.opened.document.save_id, str(base.opened.url))
-    return Omitted(reference, ranges, files, frozenset(found.keys() - changed), save_id, place)
+    return Omitted(reference, ranges, files, frozenset(found.keys() - changed), save_id, place, kept)
 
 
 def _find_pieces(share: RankShare, frozen: bytes, base: Base) -> dict[int, dict[Piece, BaseRange]]:
@@ -245,7 +256,7 @@ def _compare_ranges(
 
 
 def _in_base(entry: FileEntry) -> FileEntry:
-    return FileEntry(entry.size, entry.header, entry.header_digest, in_base=True)
+    return FileEntry(entry.size, entry.header, entry.header_digest, in_base=True, name=entry.name)
 
 
 def _as_stored(stored: TensorEntry) -> TensorEntry:
@@ -442,16 +453,21 @@ def find_reuse(claim: Claim, share: RankShare, options: TakeRequest) -> Reuse:
     frozen = find_frozen(share.statefuls, share.leaves)
     notes: list[str] = []
     with ExitStack() as opened:
-        bases = _open_bases(claim, options, notes, opened)
+        bases, folder = _open_bases(claim, options, notes, opened)
         groups = group_leaves(share, frozen, bases[0].opened.document.save_id if bases else None)
+        omitted = None
+        if bases or folder is not None:
+            claim.transaction.expect_free()  # an existing snapshot is an error before anything is compared
+        if folder is not None:
+            omitted = _find_in_folder(claim, share, frozen, folder, notes)
         if not bases:
-            return Reuse(compares=options.base is not None, groups=groups, notes=notes)
-        claim.transaction.expect_free()  # an existing snapshot is an error before anything is compared
-        newest, omitted = bases[0].copies(), None
+            groups = _leave_out(groups, omitted.leaves if omitted is not None else (), len(share.leaves))
+            return Reuse(compares=options.base is not None, groups=groups, omitted=omitted, notes=notes)
+        newest = bases[0].copies()
         stager = Stager(share.leaves, copies=False)
         opened.callback(stager.forget)
         comparer = Comparer(claim, stager, notes, read_all=options.read_back_share == 1.0)
-        if options.only and (lasting := _find_lasting(claim, bases[0], notes)) is not None:
+        if folder is None and options.only and (lasting := _find_lasting(claim, bases[0], notes)) is not None:
             place = partial(_open_lasting, bases[0])
             omitted = run(find_omitted(share, frozen, bases[0], comparer, place=place, save_id=lasting))
         sharing = FileSharing(claim, share, bases, comparer, newest=newest, options=options)
@@ -478,10 +494,16 @@ def _leave_out(groups: bytes, numbers: Collection[int], count: int) -> bytes:
     return bytes(marked)
 
 
-def _open_bases(claim: Claim, options: TakeRequest, notes: list[str], opened: ExitStack) -> list[Base]:
-    """Open the newest two bases. One that is not a snapshot of as many ranks is left out, with a note."""
+def _open_bases(
+    claim: Claim, options: TakeRequest, notes: list[str], opened: ExitStack
+) -> tuple[list[Base], Opened | None]:
+    """Open the newest two bases. One that is not a snapshot of as many ranks is left out, with a note.
+
+    A folder of weights among them is returned separately: it has what is left out, and shares no files.
+    """
     session, exchange = claim.session, claim.exchange
     bases: list[Base] = []
+    folder: Opened | None = None
     for source in options.bases[:2]:
         base = locate_source(source, Location(session.url, options.storage_options))
         url, theirs = base.url, base.options
@@ -492,6 +514,9 @@ def _open_bases(claim: Claim, options: TakeRequest, notes: list[str], opened: Ex
         try:
             found = run(open_checkpoint(place, exchange.rank))
             document = found.document
+            if isinstance(document, ForeignDocument) and options.only:
+                folder = folder or found
+                continue
             if isinstance(document, ForeignDocument):
                 raise UnsupportedFormatError(f"{url}: is a checkpoint of {document.format}, not a snapshot")
             if document.world_size != exchange.world:
@@ -509,7 +534,23 @@ def _open_bases(claim: Claim, options: TakeRequest, notes: list[str], opened: Ex
         elif optional is not None:
             notes.append(f"no file is shared with the base, since this take's key does not sign it: {optional.fault}")
             log.warning("%s: %s", session.url, notes[-1])
-    return bases
+    return bases, folder
+
+
+def _find_in_folder(claim: Claim, share: RankShare, frozen: bytes, opened: Opened, notes: list[str]) -> Omitted | None:
+    """Find the frozen parameters that a folder of weights has."""
+    from snapshot.loading.base_folder import read_folder  # few bases are no snapshots
+    from snapshot.save.folder_matches import find_in_folder
+
+    try:
+        folder = run(read_folder(opened))
+        omitted = find_in_folder(claim.session, share.leaves, frozen, folder, notes)
+    except ABSENT as error:
+        notes.append(f"everything is written, since the base cannot be used: {error}")
+        omitted = None
+    if omitted is None and notes:
+        log.warning("%s: %s", claim.session.url, notes[-1])
+    return omitted
 
 
 def _find_lasting(claim: Claim, base: Base, notes: list[str]) -> str | None:
