@@ -197,20 +197,28 @@ async def _find_changes(storage: Storage, files: Collection[FileEntry]) -> list[
     return [line for line in await gather_limited(files, look, AT_ONCE) if line]
 
 
-async def find_files(document: Document, wanted: BaseReference, found: Opened) -> dict[str, str]:
-    """Return the names of the files that a snapshot left out, by their locations. Raise if the folder has changed."""
+async def open_left_out(session: Session, document: Document, wanted: BaseReference) -> tuple[Opened, dict[str, str]]:
+    """Open the folder of weights of a snapshot, as it is stored.
+
+    Also return the names of the files that the snapshot left out, by their locations. Raise RestoreError if the folder
+    has changed: the snapshot is not damaged.
+    """
     left_out = {location: file for location, file in document.files.items() if file.in_base}
-    if not isinstance(found.document, ForeignDocument):
-        faults = ["it is a snapshot"]
-    else:
-        faults = await _find_changes(found.stored, left_out.values())
+    try:
+        found = await open_checkpoint(session)
+        if isinstance(found.document, ForeignDocument):
+            faults = await _find_changes(found.stored, left_out.values())
+        else:
+            faults = [f"{session.url} is a snapshot"]
+    except (SnapshotNotFoundError, CorruptSnapshotError, UnsupportedFormatError) as error:
+        faults = [str(error)]
     if faults:
         raise RestoreError(
-            f"base must be {wanted.url} as it was at the take, or a copy of it, got {found.url}, which does not have "
+            f"base must be {wanted} as it was at the take, or a copy of it, got {session.url}, which does not have "
             f"what this snapshot left out:{listed(faults)}",
             faults,
         )
-    return {location: file.name for location, file in left_out.items()}
+    return found.as_stored(), {location: file.name for location, file in left_out.items()}
 
 
 def expect_unchanged(opened: Opened, requests: Sequence[ReadRequest], meter: Meter) -> ReadResult:

@@ -201,13 +201,14 @@ async def attach_base(opened: Opened, place: Location) -> tuple[Opened, str]:
         return opened, document.save_id
     base = Session(place.url, place.options, seal=place.seal or opened.session.seal)
     try:
-        found = await open_checkpoint(base)
-        held = found.document
         if wanted.format:
-            from snapshot.loading.base_folder import find_files  # few bases are no snapshots
+            from snapshot.loading.base_folder import open_left_out  # few bases are no snapshots
 
-            places, found = await find_files(document, wanted, found), found.as_stored()
+            found, places = await open_left_out(base, document, wanted)
+            held = found.document
         else:
+            found = await open_checkpoint(base)
+            held = found.document
             places = _find_files(document, wanted, held, place.url)
     except BaseException:
         await base.close()
