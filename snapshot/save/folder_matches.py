@@ -104,7 +104,7 @@ def find_in_folder(
         nbytes = sum(each.leaf.nbytes for each in lacking)
         lines = [f"{each.leaf.path}: {_explain(each, names, live.get(each.number) in known)}" for each in lacking]
         notes.append(
-            f"{counted(len(lacking), 'frozen tensor')} ({size_text(nbytes)}) written, since {folder.url} does not have "
+            f"wrote {counted(len(lacking), 'frozen tensor')} ({size_text(nbytes)}), since {folder.url} does not have "
             f"what is equal:{listed(lines, NAMED)}"
         )
     return _omit(folder, [each for each in possible if each.number in found], found, digests)
