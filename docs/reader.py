@@ -125,12 +125,7 @@ class DataFile:
     def __init__(self, snapshot, location):
         check(LOCATION.fullmatch(location), "a location", "the name of a data file", location)
         entry, self.path = snapshot.files[location], snapshot.folder / location
-        check(
-            not entry.get("in_base"),
-            entry.get("name", location),
-            "in this snapshot",
-            "a file of its base: read it there",
-        )
+        check(not entry.get("in_base"), location, "in this snapshot", "a file of its base: read the name there")
         self.size, self.header, packed = entry["size"], entry.get("header", 0), entry.get("packed")
         stored = entry["size"] if packed is None else packed["size"]
         fits = self.path.is_file() and self.path.stat().st_size == stored
