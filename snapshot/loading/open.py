@@ -126,7 +126,7 @@ async def open_main(session: Session) -> Opened:
     except StorageError as error:
         if not is_absence(session.storage, error):
             raise
-        if session.seal is not None:  # other formats have no signatures, so their readers are not even called
+        if session.seal is not None and not session.seal.optional:  # other formats have no signatures
             raise SnapshotNotFoundError(
                 f"{session.url}: no snapshot of this library found ({METADATA} is missing), and with a key, no other "
                 "format is read"
