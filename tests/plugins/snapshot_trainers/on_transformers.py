@@ -775,6 +775,41 @@ def test_trainer_adapters_of_a_model_with_other_file_names_are_loaded(tmp_path):
     assert "0/model" not in Snapshot(tmp_path / "run" / "checkpoint-4" / FOLDER).get_manifest()
 
 
+@pytest.mark.parametrize("kind", ["plain", "tied", "shards", "bfloat16", "experts"])
+def test_only_trainable_leaves_a_peft_model_to_the_folder_that_it_was_loaded_from(tmp_path, kind):
+    """Of a model whose experts are stacked in memory alone, the stacks are written."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    if kind == "experts":
+        model = MixtralForCausalLM(MixtralConfig(vocab_size=64, num_local_experts=2, num_key_value_heads=2, **sizes))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=64, tie_word_embeddings=kind == "tied", **sizes))
+    base = tmp_path / "base"
+    model.save_pretrained(base, max_shard_size="20KB" if kind == "shards" else "1GB")
+
+    def load(seed):
+        torch.manual_seed(seed)
+        dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+        model = type(full).from_pretrained(base, dtype=dtype)
+        return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+
+    full = model
+    model = load(1)
+    frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
+    made = Snapshot.take(tmp_path / "s", {"model": model}, options=TakeOptions(base=base, only="trainable"))
+    stacked = {name for name in frozen if ".mlp.experts." in name}
+    assert bool(stacked) == (kind == "experts")
+    if kind == "bfloat16":
+        assert made.report.omitted_bytes == 0
+        assert "is bfloat16 here, and float32 there" in made.report.notes[0]
+    else:
+        assert made.report.omitted_bytes == sum(each.nbytes for name, each in frozen.items() if name not in stacked)
+        assert bool(made.report.notes) == bool(stacked)
+    again = load(2)
+    made.restore({"model": again})
+    expect_equal(dict(again.state_dict()), dict(model.state_dict()), ordered=False)
+
+
 @pytest.mark.parametrize("adapters", [1, 2])
 def test_trainer_background_writes_adapters(tmp_path, adapters):
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
