@@ -10,7 +10,14 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from msgspec.structs import replace
 
-from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError, StorageNotFoundError
+from snapshot.errors import (
+    CorruptSnapshotError,
+    SnapshotError,
+    SnapshotNotFoundError,
+    StorageError,
+    StorageNotFoundError,
+    UnsupportedFormatError,
+)
 from snapshot.events import emit, log
 from snapshot.io.aio import gather_limited, in_thread
 from snapshot.io.arena import arena_bytes
@@ -30,6 +37,10 @@ from snapshot.tensors.memory import ITEMSIZE, wrap_memory
 from snapshot.text import listed
 
 # Files of the snapshot that a take is based on: what they hold, and whether the leaves of a take could fill them.
+
+
+ABSENT = (SnapshotNotFoundError, CorruptSnapshotError, UnsupportedFormatError, StorageError)
+"""Errors of a base that make a take write everything."""
 
 
 class BaseRange(NamedTuple):

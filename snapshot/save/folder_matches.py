@@ -13,14 +13,19 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from snapshot.events import log
 from snapshot.io.loop import run
 from snapshot.io.session import Session
-from snapshot.loading.base_folder import BaseFolder, Digest, Place
+from snapshot.loading.base_folder import BaseFolder, Digest, Place, read_folder
+from snapshot.loading.open import Opened
 from snapshot.manifest.entries import TensorEntry
 from snapshot.plan.layout import Extent, place_box
 from snapshot.plan.names import WRAPPERS
+from snapshot.save.base_files import ABSENT
+from snapshot.save.begin import Claim
 from snapshot.save.leaf_digests import digest_leaves
-from snapshot.save.reuse import Omitted
+from snapshot.save.omission import Omitted
+from snapshot.save.rank_share import RankShare
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.geometry import find_flat_ranges, is_flat_range
 from snapshot.tensors.memory import ITEMSIZE
@@ -55,7 +60,20 @@ class _Frozen(NamedTuple):
         return stored.location, begin, begin + self.leaf.nbytes
 
 
-def find_in_folder(
+def find_in_folder(claim: Claim, share: RankShare, frozen: bytes, opened: Opened, notes: list[str]) -> Omitted | None:
+    """Find the frozen parameters that a folder of weights has."""
+    try:
+        folder = run(read_folder(opened))
+        omitted = _match_folder(claim.session, share.leaves, frozen, folder, notes)
+    except ABSENT as error:
+        notes.append(f"everything is written, since the base cannot be used: {error}")
+        omitted = None
+    if omitted is None and notes:
+        log.warning("%s: %s", claim.session.url, notes[-1])
+    return omitted
+
+
+def _match_folder(
     session: Session, leaves: Sequence[Leaf], frozen: bytes, folder: BaseFolder, notes: list[str]
 ) -> Omitted | None:
     """Find the frozen parameters that a folder has, and note those that it lacks.
