@@ -172,7 +172,10 @@ class TakeOptions:
     plan: SavePlan | None = None
     """A plan that `Snapshot.plan` returned for the same structure."""
     base: BaseArgument = None
-    """An earlier snapshot, whose files are shared where tensors are unchanged, as for `Snapshot.take`."""
+    """An earlier snapshot, whose files are shared where tensors are unchanged, as for `Snapshot.take`.
+
+    With `only`, also a folder of safetensors files, such as one from Hugging Face, or a single such file.
+    """
     only: Only | None = None
     """`"trainable"`: leave out frozen parameters (`requires_grad=False`) that are bit-equal in `base`.
 
@@ -308,7 +311,7 @@ class TakeRequest(TakeOptions):
 
             expect_compression(self.compression)
         if self.only and not self.bases:  # a manager adds the base
-            raise ValueError("only='trainable' must have a base: the snapshot that has what is left out")
+            raise ValueError("only='trainable' must have a base: the snapshot or the folder of weights that has what is left out")
         known = None if isinstance(self.metadata, Future) else self.metadata
         object.__setattr__(self, "metadata_json", encode_metadata(known))
 
