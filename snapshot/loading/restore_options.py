@@ -74,10 +74,10 @@ class RestoreOptions:
     read_once: Literal["auto"] | bool = "auto"
     """Whether one rank reads replicated data and sends it to the others."""
     base: Source | None = None
-    """The base of a snapshot that was taken with `only="trainable"`, a snapshot or a folder of weights, or a copy of it.
+    """The base of a snapshot that was taken with `only="trainable"`, or a copy of the base.
 
-    What the snapshot left out is read from there. Without it, that is compared with the live tensors, and any
-    difference is an error, also with `strict=False`.
+    It is a snapshot or a folder of weights. What the snapshot left out is read from there. Without it, that is
+    compared with the live tensors, and any difference is an error, also with `strict=False`.
     """
     unused: Unused = "warn"
     """As for `Snapshot.restore`."""

@@ -311,7 +311,7 @@ class TakeRequest(TakeOptions):
 
             expect_compression(self.compression)
         if self.only and not self.bases:  # a manager adds the base
-            raise ValueError("only='trainable' must have a base: the snapshot or the folder of weights that has what is left out")
+            raise ValueError("only='trainable' must have a base: the snapshot that has what is left out")
         known = None if isinstance(self.metadata, Future) else self.metadata
         object.__setattr__(self, "metadata_json", encode_metadata(known))
 

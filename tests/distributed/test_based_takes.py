@@ -20,7 +20,6 @@ from snapshot import (
     TakeOptions,
 )
 from snapshot.manifest import document
-from snapshot.save import rank_share
 from tests.helpers.weight_folders import write_folder
 
 WIDTH = 512
@@ -213,8 +212,40 @@ def test_restore_on_all_ranks_refuses_a_folder_of_weights_that_has_changed(two, 
     assert two.run(_on_changed_weights, folder) == [True, True]
 
 
+class Experts(nn.Module):
+    """Frozen experts in one tensor, which a folder has one by one."""
+
+    def __init__(self, seed=3):
+        torch.manual_seed(seed)
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(4, 40, 30), requires_grad=False)
+        self.head = nn.Linear(30, 8)
+
+
+def _on_experts(path, kind):
+    net = wrap(kind, Experts())
+    if dist.get_rank() == 0:
+        write_folder(Path(path, "weights"), {f"e.{n}.w": each for n, each in enumerate(Experts().experts)}, 2)
+    dist.barrier()
+    options = TakeOptions(base=f"{path}/weights", only="trainable")
+    made = Snapshot.take(f"{path}/s", {"model": ModelState(net)}, options=options)
+    net = wrap(kind, Experts(seed=9))
+    made.restore({"model": ModelState(net)}, options=RestoreOptions(base=f"{path}/weights"))
+    experts = (net.module if hasattr(net, "module") else net).experts
+    whole = experts.full_tensor() if hasattr(experts, "full_tensor") else experts
+    return made.report.omitted_bytes, whole.equal(Experts().experts)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_only_trainable_leaves_shards_of_stacked_experts_to_a_folder_of_weights(two, folder, kind):
+    told = two.run(_on_experts, folder, kind)
+    assert sum(omitted for omitted, _ in told) == 4 * 40 * 30 * 4
+    assert all(equal for _, equal in told)
+    assert Snapshot(f"{folder}/s").verify()
+
+
 def _on_large_weights(path):
-    with mock.patch.object(document, "IN_ONE", 3), mock.patch.object(rank_share.document, "IN_ONE", 3):
+    with mock.patch.object(document, "IN_ONE", 3):
         return _on_weights(path, "fsdp", False)
 
 

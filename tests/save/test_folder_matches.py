@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from snapshot import RestoreOptions, Snapshot, StateDict, TakeOptions
+from snapshot import RestoreError, RestoreOptions, Snapshot, StateDict, TakeOptions
 from snapshot.manifest.document import METADATA
 from snapshot.testing import recording
 from tests.helpers.weight_folders import Adapted, write_folder
@@ -176,6 +176,53 @@ def test_only_trainable_notes_frozen_parameters_that_a_folder_of_weights_lacks(t
     values = {name: value.clone() for name, value in model.state_dict().items()}
     made.restore({"model": model})
     assert all(value.equal(values[name]) for name, value in model.state_dict().items())
+
+
+def stacked(halves):
+    """A stack of four experts, and its tensors in a folder: one for each expert, or two that are joined in memory."""
+    torch.manual_seed(2)
+    tensors = {
+        f"layers.0.experts.{number}.{name}.weight": torch.randn(30, 50)
+        for number in range(4)
+        for name in ("gate", "up")[:halves]
+    }
+    joined = torch.stack(list(tensors.values())).reshape(4, 30 * halves, 50)
+    model = nn.Module()
+    model.experts = nn.Parameter(joined, requires_grad=False)
+    return model, tensors
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+def test_only_trainable_leaves_stacked_experts_to_their_tensors_in_a_folder_of_weights(tmp_path, halves):
+    model, tensors = stacked(halves)
+    folder = write_folder(tmp_path / "weights", tensors, 2)
+    made = take(tmp_path / "s", model, folder)
+    assert made.report.omitted_bytes == model.experts.nbytes
+    entry = made.get_manifest()["0/model/experts"]
+    assert len(entry.pieces()) == len(tensors)
+    made.restore({"model": model})
+    later = take(tmp_path / "t", model, made)
+    assert later.report.omitted_bytes == model.experts.nbytes
+    value = model.experts.clone()
+    for snapshot in (made, later):
+        model.experts.data[3, 2, 1] += 1
+        with pytest.raises(RestoreError, match="had not changed from its base"):
+            snapshot.restore({"model": model})
+        snapshot.restore({"model": model}, options=RestoreOptions(base=folder))
+        assert model.experts.equal(value)
+        assert snapshot.verify()
+
+
+def test_only_trainable_writes_stacked_experts_if_a_folder_of_weights_lacks_one(tmp_path):
+    """What it has of them is left to another parameter."""
+    model, tensors = stacked(1)
+    model.other = nn.Parameter(model.experts[1].clone(), requires_grad=False)
+    model.experts.data[3] += 1
+    folder = write_folder(tmp_path / "weights", tensors)
+    made = take(tmp_path / "s", model, folder)
+    assert set(left_out(tmp_path / "s")) == {"other"}
+    assert "model/experts: no tensor there has its shape" in made.report.notes[0]
+    assert Snapshot(tmp_path / "s").read_object("model/experts").equal(model.experts)
 
 
 def test_only_trainable_leaves_buffers_and_what_trains_to_the_snapshot(tmp_path):
