@@ -139,9 +139,9 @@ class TakeReport(Report):
     omitted_bytes: int = 0
     """Bytes of the frozen parameters that only the base has."""
     base: str = ""
-    """The save id of the snapshot that has them."""
+    """The save id of the snapshot that has them, or the id of the folder of weights."""
     notes: tuple[str, ...] = ()
-    """A line for each base or file that could not be used, or was damaged."""
+    """A line for each base or file that could not be used, or was damaged, and for what a folder of weights lacks."""
     findings: Sequence[object] = ()
     """The findings of the guards on this rank. Those of a pending take are complete when `wait()` has returned."""
 

@@ -205,11 +205,10 @@ async def attach_base(opened: Opened, place: Location) -> tuple[Opened, str]:
             from snapshot.loading.base_folder import open_left_out  # few bases are no snapshots
 
             found, places = await open_left_out(base, document, wanted)
-            held = found.document
+            theirs = {name: document.files[location] for location, name in places.items()}
         else:
             found = await open_checkpoint(base)
-            held = found.document
-            places = _find_files(document, wanted, held, place.url)
+            places, theirs = _find_files(document, wanted, found.document, place.url), found.document.files
     except BaseException:
         await base.close()
         raise
@@ -218,11 +217,11 @@ async def attach_base(opened: Opened, place: Location) -> tuple[Opened, str]:
         location: msgspec.structs.replace(file, in_base=False) if location in places else file
         for location, file in document.files.items()
     }
-    sizes = {each: (held.files[there].stored_size, held.files[there].size) for each, there in places.items()}
-    opened_base = msgspec.structs.replace(wanted, url=str(place.url)) if wanted.format else None
-    whole = msgspec.structs.replace(document, files=files, base=opened_base)
+    sizes = {each: (theirs[there].stored_size, theirs[there].size) for each, there in places.items()}
+    folder = msgspec.structs.replace(wanted, url=str(place.url)) if wanted.format else None  # for errors
+    whole = msgspec.structs.replace(document, files=files, base=folder)
     storage = _WithBase(opened.storage, found.storage, places, sizes)
-    return replace(opened, document=whole, storage=storage), held.save_id
+    return replace(opened, document=whole, storage=storage), found.document.save_id
 
 
 def _find_files(document: Document, wanted: BaseReference, held: Document, url: URL) -> dict[str, str]:

@@ -176,6 +176,19 @@ def test_only_trainable_accepts_a_single_file_of_weights(tmp_path):
         assert run.has(values)
 
 
+def test_restore_with_a_folder_of_weights_whose_index_lacks_the_file_reads_it(tmp_path):
+    run = Adapted(tmp_path / "weights")
+    file = tmp_path / "weights" / "model.safetensors"
+    made = run.take(tmp_path / "s", file)
+    save_file({"other": torch.ones(3)}, tmp_path / "weights" / "more.safetensors")
+    index = {"metadata": {}, "weight_map": {"other": "more.safetensors"}}
+    (tmp_path / "weights" / "model.safetensors.index.json").write_text(json.dumps(index))
+    values = run.values()
+    run.spoil()
+    made.restore(run.state, options=RestoreOptions(base=tmp_path / "weights"))
+    assert run.has(values)
+
+
 def test_only_trainable_take_based_on_a_snapshot_refers_to_the_same_folder_of_weights(run, tmp_path):
     before = "adapter"
     for name in ("second", "third"):
