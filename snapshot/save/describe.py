@@ -259,7 +259,7 @@ def build_document(
         merge(manifest, part.shared, f"rank {rank}")
         files.update(part.files)
         if part.base is not None and base is not None and part.base.save_id != base.save_id:
-            raise SnapshotError(f"base: must be one snapshot on all ranks, got {base.url} and {part.base.url}")
+            raise SnapshotError(f"base: must be the same on all ranks, got {base.url} and {part.base.url}")
         base = base or part.base
     expect_whole_tensors(manifest)
     lost = [path for path in described.expected if f"0/{path}" not in manifest]

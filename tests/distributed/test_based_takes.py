@@ -244,6 +244,36 @@ def test_only_trainable_leaves_shards_of_stacked_experts_to_a_folder_of_weights(
     assert Snapshot(f"{folder}/s").verify()
 
 
+def _on_own_weights(path, other):
+    """A take whose ranks have a folder each; that of rank 1 is missing, a copy, or has another tensor."""
+    rank, net = dist.get_rank(), wrap("ddp", Net())
+    folder = Path(path, f"weights-{rank}")
+    more = {"more": torch.ones(3)} if other == "changed" and rank else {}
+    if other != "missing" or not rank:
+        write_folder(folder, Net().state_dict() | more)
+    dist.barrier()
+    options = TakeOptions(base=str(folder), only="trainable")
+    try:
+        made = Snapshot.take(f"{path}/s", {"model": ModelState(net)}, options=options)
+    except SnapshotError as error:
+        return str(error)
+    return made.report.omitted_bytes
+
+
+@pytest.mark.parametrize("other", ["copy", "missing", "changed"])
+def test_only_trainable_ranks_may_have_copies_of_a_folder_of_weights(two, folder, other):
+    told = two.run(_on_own_weights, folder, other)
+    if other == "changed":
+        assert all("base: must be the same on all ranks" in each for each in told)
+        assert not Snapshot(f"{folder}/s").exists()
+        return
+    frozen = 4 * (WIDTH * WIDTH + WIDTH) * 4
+    assert sum(told) == frozen if other == "copy" else 0 < told[0] < frozen and told[1] == 0
+    net = Net(seed=9)
+    Snapshot(f"{folder}/s").restore({"model": ModelState(net)}, options=RestoreOptions(base=f"{folder}/weights-0"))
+    assert all(net.state_dict()[name].equal(value) for name, value in Net().state_dict().items())
+
+
 def _on_large_weights(path):
     with mock.patch.object(document, "IN_ONE", 3):
         return _on_weights(path, "fsdp", False)

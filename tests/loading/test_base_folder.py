@@ -326,6 +326,36 @@ def test_only_trainable_take_does_not_fail_if_its_folder_of_weights_cannot_be_re
     assert run.has(values)
 
 
+@pytest.mark.parametrize("name", ["get", "stat", "read_into"])
+@pytest.mark.parametrize("nth", [1, 2, 4, 6, 8])
+def test_restore_changes_nothing_if_its_folder_of_weights_cannot_be_read(tmp_path, name, nth):
+    """Until all of it has been compared, any failure leaves the live tensors as they are."""
+    run = Adapted(tmp_path / "weights", files=2)
+    made = run.take(tmp_path / "s", tmp_path / "weights")
+    values = run.values()
+    run.spoil()
+    compared = []
+
+    class Break(Log):
+        async def before(self, operation):
+            await super().before(operation)
+            if [each.name for each in self.operations].count(name) >= nth and operation.name == name:
+                compared.append(self.nbytes("read_into") > run.frozen_bytes)
+                raise StorageError("the disk is broken")
+
+    options = RestoreOptions(base=f"sick+file://{tmp_path}/weights")
+    with tapped("sick", Break()):
+        try:
+            made.restore(run.state, options=options)
+        except SnapshotError:
+            assert run.is_spoilt() or compared[0]
+        else:
+            assert not compared
+            assert run.has(values)
+    made.restore(run.state, options=RestoreOptions(base=tmp_path / "weights"))
+    assert run.has(values)
+
+
 def test_only_trainable_of_other_dtypes_needs_the_folder_of_weights(run, tmp_path):
     values = run.values()
     snapshot = Snapshot(tmp_path / "adapter")
