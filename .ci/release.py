@@ -99,9 +99,10 @@ def switch(root: Path = ROOT) -> list[str]:
         before = text = path.read_text()
         if name in SENTENCES:
             old, new = SENTENCES[name]
-            if old not in text and new not in text:
+            there, made = (re.compile(r"\s+".join(map(re.escape, each.split()))) for each in (old, new))
+            if not there.search(text) and not made.search(text):
                 raise ReleaseError(f"{name}: must have the text {old!r}; change it in .ci/release.py, too")
-            text = text.replace(old, new)
+            text = there.sub(lambda _, new=new: new, text)
         text = COMMAND.sub(rf"pip install '{NAME}[\1]'", text)
         if text != before:
             changed[path] = text

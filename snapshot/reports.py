@@ -42,7 +42,9 @@ class Report:
         """Return the report for a notebook."""
         from snapshot.report_html import report_html  # only notebooks need it
 
-        return report_html(self, self._most_details)
+        shown, rest = self.details[: self._most_details], len(self.details) - self._most_details
+        rows = [each.row if isinstance(each, (Line, Change)) else str(each) for each in shown]
+        return report_html(self.summary, [*rows, *([f"... {rest:,} more"] if rest > 0 else [])])
 
 
 class OfKind(Generic[T]):
@@ -71,6 +73,11 @@ class Line:
 
     def __str__(self) -> str:
         return f"{self.kind:<10} {self.path}" + (f": {self.detail}" if self.detail else "")
+
+    @property
+    def row(self) -> tuple[str, str, str]:
+        """The line as a row of a table: its kind, its path and its detail."""
+        return self.kind, self.path, self.detail
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +152,9 @@ class TakeReport(Report):
     omitted_bytes: int = 0
     """Bytes of the frozen parameters that only the base has."""
     base: str = ""
-    """The save id of the snapshot that has them."""
+    """The save id of the snapshot that has them, or the id of the folder of weights."""
     notes: tuple[str, ...] = ()
-    """A line for each base or file that could not be used, or was damaged."""
+    """A line for each base or file that could not be used, or was damaged, and for what a folder of weights lacks."""
     findings: Sequence[object] = ()
     """The findings of the guards on this rank. Those of a pending take are complete when `wait()` has returned."""
 
@@ -376,13 +383,19 @@ class Change:
     """The size of the difference, if requested."""
 
     def __str__(self) -> str:
+        kind, name, more = self.row
+        return f"{MARKS[kind]} {name}" + (f": {more}" if more else "")
+
+    @property
+    def row(self) -> tuple[str, str, str]:
+        """The change as a row of a table: its kind, its path and a text."""
         if self.kind == "renamed":
-            return f"{MARKS[self.kind]} {self.before} -> {self.path}"
+            return self.kind, f"{self.before} -> {self.path}", ""
         said = self.detail or ("" if self.values else ", ".join(self.what))
         more = "; ".join(filter(None, (said, str(self.values or ""))))
         if self.values and not self.values.differing and "bytes" in self.what:
             more += " (only bytes differ)"
-        return f"{MARKS[self.kind]} {self.path}" + (f": {more}" if more else "")
+        return self.kind, self.path, more
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from tests.helpers.format_reader import PATH, reader
 
 MOST_LINES = 300
 ALLOWED = {"numpy", "xxhash", "zstandard"}
-IN_BASE = {"frozen/trainable"}
+IN_BASE = {"frozen/trainable", "weights/trainable"}
 
 RECORD = np.dtype([("stored", "<u4"), ("length", "<u4"), ("sum", "<u8")])
 

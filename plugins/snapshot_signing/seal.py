@@ -189,6 +189,8 @@ KEPT = 4
 class KeySeal:
     """A seal that requires the signature of a key."""
 
+    optional = False
+
     def __init__(self, key: VerifyingKey) -> None:
         self._key = key
         self.signer = str(key)
@@ -226,6 +228,7 @@ class KeySeal:
 class OptionalSeal(KeySeal):
     """A seal that accepts a snapshot without a signature of the key. If there is one, all bytes are verified."""
 
+    optional = True
     fault = ""
     """Why the snapshot that was opened last is not signed; empty if it is."""
 
@@ -247,6 +250,7 @@ class Recorder:
     """A seal for a snapshot that is to be signed: it records the hashes of all bytes."""
 
     signer = ""
+    optional = False
 
     def __init__(self) -> None:
         self._save_id = ""

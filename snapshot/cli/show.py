@@ -215,7 +215,8 @@ def _run(arguments: argparse.Namespace) -> ExitStatus:
         lines = _container(snapshot, path, entry, manifest, told)
     elif is_in_base(snapshot.metadata, entry):
         told["base"] = base_url(snapshot.metadata)
-        lines = ["left out of this snapshot; show it in the base"]
+        files = sorted({snapshot.metadata._document.files[each.location].name for each in entry.stored()} - {""})
+        lines = [f"left out of this snapshot; show it in {', '.join(files) or 'the base'}"]
     elif entry.tensors():
         lines = _tensor(snapshot, path, entry, told, arguments)
     else:

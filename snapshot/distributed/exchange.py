@@ -72,8 +72,8 @@ class RankFault(msgspec.Struct):
         lines = self.text.split("\n")
         if len(lines) > SHOWN_LINES:
             lines[SHOWN_LINES:] = [f"  ({len(lines) - SHOWN_LINES:,} lines more, which rank {self.rank} shows)"]
-        failed, text = f"failed: {self.kind}: " if self.kind else "", "\n".join(lines)
-        return RankError(f"rank {self.rank} {failed}{text}", rank=self.rank, kind=self.kind)
+        text = "\n".join([f"failed: {self.kind}: {lines[0]}" if self.kind else lines[0], *lines[1:]])
+        return RankError(f"rank {self.rank} {text}", rank=self.rank, kind=self.kind)
 
 
 class OutcomeUnknown(Exception):

@@ -33,6 +33,8 @@ class Seal(Protocol):
 
     signer: str
     """The public key that all bytes are verified with; empty if there is none."""
+    optional: bool
+    """True if what has no signature is read, too."""
 
     async def check_manifest(self, storage: Storage, save_id: str, manifest: bytes, limit: int) -> None:
         """Handle the bytes of a manifest, before they are decoded. `limit`: the maximum bytes of a signature."""

@@ -153,15 +153,14 @@ class LeftOut(NamedTuple):
 
     def fault(self, base: BaseReference) -> str:
         """Return why the target does not have what the base has, or ''."""
-        where = f"{base.url} (save id {base.save_id})"
         shared = intersect(self.piece, self.box)
         if shared != self.piece or not self.live or self.target.dtype != BY_NAME[self.stored.dtype]:
-            return f"{self.path}: is not in this snapshot, but in its base, {where}; pass RestoreOptions(base=...)"
+            return f"{self.path}: is not in this snapshot, but in its base, {base}; pass RestoreOptions(base=...)"
         part = self.target.detach()[self.piece.relative_to(self.box.offsets).slices()]
         if _digest_tensor(part) == self.stored.digest:
             return ""
         return (
-            f"{self.path}: is not in this snapshot, since it had not changed from its base, {where}; the "
+            f"{self.path}: is not in this snapshot, since it had not changed from its base, {base}; the "
             "application has other values: restore the base first, or pass RestoreOptions(base=...)"
         )
 
@@ -202,9 +201,14 @@ async def attach_base(opened: Opened, place: Location) -> tuple[Opened, str]:
         return opened, document.save_id
     base = Session(place.url, place.options, seal=place.seal or opened.session.seal)
     try:
-        found = await open_checkpoint(base)
-        held = found.document
-        places = _find_files(document, wanted, held, place.url)
+        if wanted.format:
+            from snapshot.loading.base_folder import open_left_out  # few bases are no snapshots
+
+            found, places = await open_left_out(base, document, wanted)
+            theirs = {name: document.files[location] for location, name in places.items()}
+        else:
+            found = await open_checkpoint(base)
+            places, theirs = _find_files(document, wanted, found.document, place.url), found.document.files
     except BaseException:
         await base.close()
         raise
@@ -213,10 +217,11 @@ async def attach_base(opened: Opened, place: Location) -> tuple[Opened, str]:
         location: msgspec.structs.replace(file, in_base=False) if location in places else file
         for location, file in document.files.items()
     }
-    sizes = {each: (held.files[there].stored_size, held.files[there].size) for each, there in places.items()}
-    whole = msgspec.structs.replace(document, files=files, base=None)
+    sizes = {each: (theirs[there].stored_size, theirs[there].size) for each, there in places.items()}
+    folder = msgspec.structs.replace(wanted, url=str(place.url)) if wanted.format else None  # for errors
+    whole = msgspec.structs.replace(document, files=files, base=folder)
     storage = _WithBase(opened.storage, found.storage, places, sizes)
-    return replace(opened, document=whole, storage=storage), held.save_id
+    return replace(opened, document=whole, storage=storage), found.document.save_id
 
 
 def _find_files(document: Document, wanted: BaseReference, held: Document, url: URL) -> dict[str, str]:

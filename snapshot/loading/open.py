@@ -135,7 +135,7 @@ async def open_main(session: Session) -> Opened:
 
 async def _open_foreign(session: Session, absence: StorageError) -> ForeignDocument:
     """Open the checkpoint of another library. `absence`: why there is no manifest."""
-    if session.seal is not None:  # other formats have no signatures, so their readers are not even called
+    if session.seal is not None and not session.seal.optional:  # other formats have no signatures
         raise SnapshotNotFoundError(
             f"{session.url}: no snapshot of this library found ({METADATA} is missing), and with a key, no other "
             "format is read"
@@ -418,8 +418,8 @@ async def expect_files(opened: Opened, locations: set[str], *, reads: bool = Fal
     document = opened.document
     if document.base is not None and any(document.files[each].in_base for each in locations):
         raise SnapshotError(
-            f"{opened.url}: has only what differs from {document.base.url} (save id {document.base.save_id}); to "
-            "restore all of it, pass RestoreOptions(base=...); objects that did not change are in that snapshot"
+            f"{opened.url}: has only what differs from {document.base}; to restore all of it, pass "
+            "RestoreOptions(base=...); objects that did not change are in the base"
         )
     if reads and len(locations) == 1 and not isinstance(document, ForeignDocument):
         [only] = locations

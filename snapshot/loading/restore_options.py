@@ -76,8 +76,8 @@ class RestoreOptions:
     base: Source | None = None
     """The base of a snapshot that was taken with `only="trainable"`, or a copy of the base.
 
-    What the snapshot left out is read from there. Without `base`, it is compared with the live tensors, and any
-    difference is an error, even with `strict=False`.
+    It is a snapshot or a folder of weights. What the snapshot left out is read from there. Without `base`, it is
+    compared with the live tensors, and any difference is an error, even with `strict=False`.
     """
     unused: Unused = "warn"
     """As for `Snapshot.restore`."""

@@ -181,8 +181,8 @@ class SnapshotManager:
             OtherWriterError: Without `near`: another job writes to the root.
             SnapshotError: The ranks passed different steps. Or another job has continued the run.
         """
-        chosen = self._choose(options, replicated=replicated, base=base, progress=progress, timeout=timeout)
-        begun = self._begin("take", step, metrics, metadata, chosen, overwrite=overwrite)
+        given = {"replicated": replicated, "base": base, "progress": progress, "timeout": timeout}
+        begun = self._begin("take", step, metrics, metadata, options, given=given, overwrite=overwrite)
         number = begun.step
         if begun.pending is not None:
             self._flush_if_stopping(begun)
@@ -224,8 +224,8 @@ class SnapshotManager:
 
         Arguments are those of `take`. The options `staging`, `worker` and `when_busy` choose how.
         """
-        chosen = self._choose(options, replicated=replicated, base=base, progress=progress, timeout=timeout)
-        begun = self._begin("async_take", step, metrics, metadata, chosen, overwrite=overwrite)
+        given = {"replicated": replicated, "base": base, "progress": progress, "timeout": timeout}
+        begun = self._begin("async_take", step, metrics, metadata, options, given=given, overwrite=overwrite)
         number, path = begun.step, begun.place.path
         if begun.pending is not None:
             return begun.pending
@@ -243,22 +243,20 @@ class SnapshotManager:
         pending.work.add_done_callback(partial(self._done, begun, began, pending))
         return pending
 
-    def _choose(self, options: TakeOptions | None, **given: Any) -> TakeOptions:
-        """Return the options of a take, with the arguments of the call that go before them."""
-        return with_given(self.take_options if options is None else options, TakeOptions, given)
-
     def _begin(
         self,
         verb: str,
         step: int,
         metrics: Mapping[str, Any] | None,
         metadata: Mapping[str, Any] | None,
-        options: TakeOptions,
+        options: TakeOptions | None,
         *,
+        given: Mapping[str, Any],
         overwrite: bool,
     ) -> Begun:
-        """Agree on the step, and on where it is written."""
+        """Agree on the step, and on where it is written. `given`: the arguments of the call that go before options."""
         steps = self._steps
+        options = with_given(self.take_options if options is None else options, TakeOptions, given)
         with self._exchange(verb, getattr(options, "timeout", None)) as exchange:
             expect_options(options, TakeOptions)
             options.check()

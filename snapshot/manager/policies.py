@@ -68,9 +68,7 @@ class KeepLatest(Policy):
 
 @dataclass(frozen=True)
 class KeepBest(Policy):
-    """Keep the `n` best steps by a metric, and of equal ones the later.
-
-    A step never counts as the best if it is suspect, or if the metric is NaN or missing.
+    """Keep the `n` best steps by a metric. A suspect one never counts, nor one whose metric is NaN or missing.
 
     >>> sorted(KeepBest("loss").keep([Taken(1, 0, {"loss": 0.5}), Taken(2, 0, {"loss": 0.7})], now=0))
     [1]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -67,7 +67,7 @@ FORMAT = "snapshot/1"
 PACKED_FORMAT = "snapshot/2"
 """The format if a file is compressed: earlier versions refuse it by its number."""
 NEWEST_FORMAT = "snapshot/3"
-"""The format if an entry has a type or a serializer that it added."""
+"""The format if an entry has a type or a serializer that it added, or if the base is a folder of weights."""
 OWN_FORMATS = (FORMAT, PACKED_FORMAT, NEWEST_FORMAT)
 IN_ONE = 100_000
 """Number of entries from which each rank's own entries are in a separate part."""
@@ -76,6 +76,8 @@ LONGEST_HEADER = 100_000_000
 
 _TAIL = re.compile(rb',"digest":"(xxh3:[0-9a-f]{32})"\}$')
 _TAIL_LENGTH = len(',"digest":"xxh3:"}') + 32
+_WEIGHTS = re.compile(r"(?:(?!\.{0,2}/)[^/\\\0]+/)*[^/\\\0]+\.safetensors", re.DOTALL)
+"""Names of the files of a folder of weights: none leads out of the folder."""
 _LOCATION = re.compile(r"data/[0-9a-z]+-[0-9]+(-[0-9]+\.(safetensors|bin|stats)|\.json)")
 
 
@@ -109,6 +111,8 @@ class FileEntry(msgspec.Struct, omit_defaults=True, gc=False, forbid_unknown_fie
     """True if the file is not in this snapshot, but in the one that it is based on."""
     packed: PackedFile | None = None
     """The stored form of a compressed file."""
+    name: str = ""
+    """The name of the file in its base, if the base is no snapshot but a folder of weights."""
 
     @property
     def stored_size(self) -> int:
@@ -147,12 +151,18 @@ class PartEntry(msgspec.Struct, omit_defaults=True, gc=False, forbid_unknown_fie
     """Begin, end and digest of the index in the part's file, if it has one."""
 
 
-class BaseReference(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+class BaseReference(msgspec.Struct, omit_defaults=True, gc=False, forbid_unknown_fields=True):
     """A snapshot that another one is based on. Its files are found by their names, which contain the save id."""
 
     save_id: str
+    """Of a folder of weights, an id that follows from the names, sizes and headers of its files."""
     url: str
     """The place of the base at the time of the take, without secrets, for people."""
+    format: Literal["", "safetensors"] = ""
+    """The format of the base, if it is no snapshot but a folder of weights."""
+
+    def __str__(self) -> str:
+        return self.url if self.format else f"{self.url} (save id {self.save_id})"
 
 
 class Document(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -218,6 +228,9 @@ def decode_document(data: bytes, where: object) -> Document:
             _check_packed(location, file, file.packed, document.files, where)
         if file.in_base != (document.base is not None and save_id_in(location) == document.base.save_id):
             raise CorruptSnapshotError(f"{where}: {location} must be in the base if, and only if, it has its save id")
+        named = file.in_base and document.base is not None and bool(document.base.format)
+        if bool(file.name) != named or (named and not _WEIGHTS.fullmatch(file.name)):
+            raise CorruptSnapshotError(f"{where}: {location} must not have the name {file.name[:200]!r} in the base")
         if bool(file.header) != bool(file.header_digest):
             raise CorruptSnapshotError(f"{where}: {location} must have a digest of its header, and only of a header")
     if document.base is not None and document.base.save_id == document.save_id:
@@ -233,7 +246,9 @@ def decode_document(data: bytes, where: object) -> Document:
 
 def format_of(files: Mapping[str, FileEntry], entries: Mapping[str, Any]) -> str:
     """Return the format of a manifest with these files and entries."""
-    if needs_third_format(entries.values()) or any(location.endswith(STATISTICS) for location in files):
+    if needs_third_format(entries.values()) or any(
+        location.endswith(STATISTICS) or file.name for location, file in files.items()
+    ):
         return NEWEST_FORMAT
     return PACKED_FORMAT if any(file.packed is not None for file in files.values()) else FORMAT
 

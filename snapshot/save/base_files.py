@@ -10,7 +10,14 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from msgspec.structs import replace
 
-from snapshot.errors import CorruptSnapshotError, SnapshotError, StorageError, StorageNotFoundError
+from snapshot.errors import (
+    CorruptSnapshotError,
+    SnapshotError,
+    SnapshotNotFoundError,
+    StorageError,
+    StorageNotFoundError,
+    UnsupportedFormatError,
+)
 from snapshot.events import emit, log
 from snapshot.io.aio import gather_limited, in_thread
 from snapshot.io.arena import arena_bytes
@@ -30,6 +37,10 @@ from snapshot.tensors.memory import ITEMSIZE, wrap_memory
 from snapshot.text import listed
 
 # Files of the snapshot that a take is based on: what they hold, and whether the leaves of a take could fill them.
+
+
+ABSENT = (SnapshotNotFoundError, CorruptSnapshotError, UnsupportedFormatError, StorageError)
+"""Errors of a base that make a take write everything."""
 
 
 class BaseRange(NamedTuple):
@@ -54,6 +65,8 @@ class BaseFile:
     @property
     def place(self) -> str:
         """The URL of the file."""
+        if self.entry.name and self.base.reference is not None:
+            return f"{self.base.reference.url}: {self.entry.name}"
         return str(self.base.opened.url.join(self.location))
 
     @property
@@ -139,8 +152,8 @@ def open_base(opened: Opened, rank: int, *, shares: str) -> Base:
     base = Base(opened, shares, {}, elsewhere, document.base)
     mine = {
         location
-        for location in document.files
-        if location.endswith(".safetensors") and location.split("-")[1:2] == [str(rank)]
+        for location, file in document.files.items()
+        if location.endswith(".safetensors") and (file.name or location.split("-")[1:2] == [str(rank)])
     }
     held: dict[str, list[tuple[int, int, str, Box | None, e.TensorEntry]]] = {location: [] for location in mine}
     for path, entry in document.manifest.items():

@@ -109,8 +109,11 @@ def build_entries(
             entries[leaf.path] = stored
 
     omitted = reuse.omitted
-    for extent, held in omitted.ranges if omitted is not None else ():
-        add(leaves[extent.leaf], extent, held)
+    if omitted is not None:
+        for number, (extent, held) in enumerate(omitted.ranges):
+            if table := omitted.tables.get(number):
+                held.blocks = (binary.location, *binary.append(table))
+            add(leaves[extent.leaf], extent, held)
     for each in written:
         where = each.location
         for index, (extent, digest) in enumerate(zip(each.file.extents, each.digests, strict=True)):
@@ -256,7 +259,7 @@ def build_document(
         merge(manifest, part.shared, f"rank {rank}")
         files.update(part.files)
         if part.base is not None and base is not None and part.base.save_id != base.save_id:
-            raise SnapshotError(f"base: must be one snapshot on all ranks, got {base.url} and {part.base.url}")
+            raise SnapshotError(f"base: must be the same on all ranks, got {base.url} and {part.base.url}")
         base = base or part.base
     expect_whole_tensors(manifest)
     lost = [path for path in described.expected if f"0/{path}" not in manifest]

@@ -161,8 +161,11 @@ class Take:
     def report(self) -> TakeReport:
         """A report of the bytes that this rank writes and shares."""
         made, omitted = self._reuse, self._reuse.omitted
+        tables = [each.tables for each in made.files]
+        if omitted is not None:
+            tables.append(dict(omitted.tables))
         return TakeReport(
-            self.plan.total_bytes + sum(len(table) for each in made.files for table in each.tables.values()),
+            self.plan.total_bytes + sum(len(table) for each in tables for table in each.values()),
             made.nbytes,
             len(made.files),
             omitted.nbytes if omitted is not None else 0,

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
+from typing import TYPE_CHECKING
 
 from snapshot.errors import (
     CorruptSnapshotError,
-    RestoreError,
     SnapshotError,
-    SnapshotNotFoundError,
     StorageError,
     UnsupportedFormatError,
 )
@@ -22,23 +20,19 @@ from snapshot.io.aio import gather_limited
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.system import PerProcess, drop_oldest
-from snapshot.io.url import URL, Location, locate_source, select_server
-from snapshot.loading.left_out import attach_base
-from snapshot.loading.open import open_checkpoint
-from snapshot.manifest.document import BaseReference, FileEntry
-from snapshot.manifest.entries import TensorEntry
-from snapshot.plan.layout import LATE, LEFT_OUT, STABLE, Extent, FilePlan, Piece, name_data_file, place_box
+from snapshot.io.url import Location, locate_source, select_server
+from snapshot.loading.open import Opened, open_checkpoint
+from snapshot.plan.layout import LATE, LEFT_OUT, STABLE, Extent, name_data_file, place_box
 from snapshot.save.base_files import (
+    ABSENT,
     CHECKED,
     Base,
     BaseFile,
-    BaseRange,
     Comparer,
     Comparison,
     SignedFiles,
     add_use,
     count_uses,
-    fit_leaf,
     open_base,
     read_tables,
 )
@@ -46,13 +40,15 @@ from snapshot.save.begin import Claim
 from snapshot.save.rank_share import RankShare, Share
 from snapshot.save.staging import Stager
 from snapshot.save.take_options import TakeRequest, find_keys
-from snapshot.save.transaction import committed_save_id
 from snapshot.save.writer import WrittenFile
 from snapshot.state.changing import find_frozen
 from snapshot.state.leaves import Leaf
 from snapshot.tensors.digest import FileTree, digest_range
 from snapshot.tensors.packed_files import PackedResult
 from snapshot.text import counted, size_text
+
+if TYPE_CHECKING:
+    from snapshot.save.omission import Omitted
 
 WORTH_SHARING = 64 << 10
 """Minimum bytes of unchanged tensors for files of their own, and of a file that is shared."""
@@ -103,41 +99,6 @@ NO_REUSE = Reuse()
 """That of a snapshot that is written whole."""
 
 
-@dataclass(frozen=True)
-class Omitted:
-    """The frozen parameters that a take leaves out, and the snapshot that has them."""
-
-    base: BaseReference
-    ranges: Sequence[tuple[Extent, TensorEntry]]
-    """Extents of leaves, and where the base has them."""
-    files: Mapping[str, FileEntry]
-    """The files of the base that have them."""
-    leaves: frozenset[int]
-    """The positions of the leaves."""
-    save_id: str
-    """The save id that was found there. A copy of the base has another one than the base."""
-    open: Callable[[], Session]
-    """Opens the base."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the parameters."""
-        return sum(stored.nbytes for _, stored in self.ranges)
-
-    async def expect_base(self) -> None:
-        """Raise if the base was removed since the comparison: this snapshot would be incomplete."""
-        session = self.open()
-        try:
-            if await committed_save_id(session.storage) == self.save_id:
-                return
-        except SnapshotError as error:
-            log.warning("%s: cannot be checked before the commit: %s", session.url, error)
-            return
-        finally:
-            await session.close()
-        raise SnapshotError(f"{session.url}: was removed or replaced during a take that is based on it")
-
-
 def group_leaves(share: RankShare, frozen: bytes, newest: str | None) -> bytes:
     """Return the group of each leaf before the comparison: STABLE if it was equal last time or, if unknown, is frozen.
 
@@ -176,81 +137,6 @@ def index_paths(leaves: Sequence[Leaf], left_out: Collection[int]) -> dict[str, 
         if number not in left_out:
             index[leaf.path].append(number)
     return index
-
-
-# Omission: frozen parameters that are equal in a base are left out of a take, which records where they are.
-
-
-async def find_omitted(
-    share: RankShare, frozen: bytes, base: Base, comparer: Comparer, *, place: Callable[[], Session], save_id: str
-) -> Omitted | None:
-    """Find the frozen parameters that are equal in the base.
-
-    A part of the base's files is read from the disk, as before they are shared.
-    """
-    found = _find_pieces(share, frozen, base)
-    tables = await read_tables(base, (each for pieces in found.values() for each in pieces.values()))
-    by_file: defaultdict[str, list[tuple[Piece, BaseRange]]] = defaultdict(list)
-    for number, pieces in list(found.items()):
-        if all(each.stored.blocks is None or each.stored.blocks in tables for each in pieces.values()):
-            for piece, each in pieces.items():
-                by_file[each.stored.location].append((piece, each))
-        else:
-            del found[number]
-    comparisons = [_compare_ranges(base.files[location], these, tables) for location, these in by_file.items()]
-    await comparer.compare(comparisons)
-    changed: set[int] = set()
-    for comparison in comparisons:
-        sound = comparison.equal and comparer.is_sound(comparison)
-        changed |= comparison.changed if sound else {extent.leaf for extent in comparison.plan.extents}
-    ranges: list[tuple[Extent, TensorEntry]] = []
-    files: dict[str, FileEntry] = {}
-    for number, pieces in found.items():
-        for (_, start, length, box), each in pieces.items() if number not in changed else ():
-            ranges.append((Extent(number, 0, length, start, box), _as_stored(each.stored)))
-            for location in {each.stored.location, *(each.stored.blocks or ())[:1]}:
-                files[location] = _in_base(base.opened.document.files[location])
-    for comparison in comparisons:
-        add_use(comparison.held)
-    if not ranges:
-        return None
-    reference = base.reference or BaseReference(base.opened.document.save_id, str(base.opened.url))
-    return Omitted(reference, ranges, files, frozenset(found.keys() - changed), save_id, place)
-
-
-def _find_pieces(share: RankShare, frozen: bytes, base: Base) -> dict[int, dict[Piece, BaseRange]]:
-    """Return the ranges of each frozen parameter that the base has whole."""
-    named: defaultdict[str, list[BaseRange]] = defaultdict(list)
-    for file in base.files.values():
-        if base.reference is None or file.location in base.elsewhere:  # all that is omitted is in one snapshot
-            for each in file.ranges:
-                for name in each.names:
-                    named[name].append(each)
-    found: dict[int, dict[Piece, BaseRange]] = {}
-    for number, leaf in enumerate(share.leaves):
-        if number < len(frozen) and frozen[number] and leaf.nbytes:
-            fits = ((fit_leaf(number, leaf, each), each) for each in named.get(leaf.path, ()))
-            pieces = {piece: each for piece, each in fits if piece is not None}
-            if sum(piece[2] for piece in pieces) == leaf.nbytes:
-                found[number] = pieces
-    return found
-
-
-def _compare_ranges(
-    held: BaseFile, these: list[tuple[Piece, BaseRange]], tables: Mapping[tuple[str, int, int], bytes]
-) -> Comparison:
-    these.sort(key=lambda each: each[1].stored.byte_range)
-    extents = tuple(Extent(number, *each.stored.byte_range, start, box) for (number, start, _, box), each in these)
-    return Comparison(held, FilePlan(b"", extents, held.entry.size), [each for _, each in these], tables)
-
-
-def _in_base(entry: FileEntry) -> FileEntry:
-    return FileEntry(entry.size, entry.header, entry.header_digest, in_base=True)
-
-
-def _as_stored(stored: TensorEntry) -> TensorEntry:
-    """Return the place of a range, without the properties of the base's own entry."""
-    return TensorEntry(stored.location, stored.byte_range, stored.dtype, stored.shape, stored.digest, stored.blocks)
 
 
 # Sharing: a take that is based on earlier snapshots shares their files whose tensors did not change.
@@ -430,9 +316,6 @@ async def _read_packed(held: BaseFile) -> PackedResult | None:
 
 # The bases of a take: opened, compared with the take's tensors, and shared where they are equal.
 
-ABSENT = (SnapshotNotFoundError, CorruptSnapshotError, UnsupportedFormatError, StorageError)
-"""Errors of a base that make a take write everything."""
-
 
 def find_reuse(claim: Claim, share: RankShare, options: TakeRequest) -> Reuse:
     """Compare the tensors of this rank with the bases, and share or omit what is equal.
@@ -442,18 +325,26 @@ def find_reuse(claim: Claim, share: RankShare, options: TakeRequest) -> Reuse:
     frozen = find_frozen(share.statefuls, share.leaves)
     notes: list[str] = []
     with ExitStack() as opened:
-        bases = _open_bases(claim, options, notes, opened)
+        bases, folder = _open_bases(claim, options, notes, opened)
         groups = group_leaves(share, frozen, bases[0].opened.document.save_id if bases else None)
+        omitted: Omitted | None = None
+        if bases or folder is not None:
+            claim.transaction.expect_free()  # an existing snapshot is an error before anything is compared
+        if folder is not None:
+            from snapshot.save.folder_matches import find_in_folder  # few takes leave anything out
+
+            omitted = find_in_folder(claim, share, frozen, folder, notes)
         if not bases:
-            return Reuse(compares=options.base is not None, groups=groups, notes=notes)
-        claim.transaction.expect_free()  # an existing snapshot is an error before anything is compared
-        newest, omitted = bases[0].copies(), None
+            groups = _leave_out(groups, omitted.leaves if omitted is not None else (), len(share.leaves))
+            return Reuse(compares=options.base is not None, groups=groups, omitted=omitted, notes=notes)
+        newest = bases[0].copies()
         stager = Stager(share.leaves, copies=False)
         opened.callback(stager.forget)
         comparer = Comparer(claim, stager, notes, read_all=options.read_back_share == 1.0)
-        if options.only and (lasting := _find_lasting(claim, bases[0], notes)) is not None:
-            place = partial(_open_lasting, bases[0])
-            omitted = run(find_omitted(share, frozen, bases[0], comparer, place=place, save_id=lasting))
+        if options.only and folder is None:
+            from snapshot.save.omission import find_in_base
+
+            omitted = find_in_base(claim, share, frozen, bases[0], comparer)
         sharing = FileSharing(claim, share, bases, comparer, newest=newest, options=options)
         files = run(sharing.run(omitted.leaves if omitted is not None else ()))
     reused = {extent.leaf for each in files for extent in each.file.extents}
@@ -478,10 +369,16 @@ def _leave_out(groups: bytes, numbers: Collection[int], count: int) -> bytes:
     return bytes(marked)
 
 
-def _open_bases(claim: Claim, options: TakeRequest, notes: list[str], opened: ExitStack) -> list[Base]:
-    """Open the newest two bases. One that is not a snapshot of as many ranks is left out, with a note."""
+def _open_bases(
+    claim: Claim, options: TakeRequest, notes: list[str], opened: ExitStack
+) -> tuple[list[Base], Opened | None]:
+    """Open the newest two bases. One that is not a snapshot of as many ranks is left out, with a note.
+
+    A folder of weights among them is returned separately: it has what is left out, and shares no files.
+    """
     session, exchange = claim.session, claim.exchange
     bases: list[Base] = []
+    folder: Opened | None = None
     for source in options.bases[:2]:
         base = locate_source(source, Location(session.url, options.storage_options))
         url, theirs = base.url, base.options
@@ -492,6 +389,9 @@ def _open_bases(claim: Claim, options: TakeRequest, notes: list[str], opened: Ex
         try:
             found = run(open_checkpoint(place, exchange.rank))
             document = found.document
+            if isinstance(document, ForeignDocument) and options.only:
+                folder = folder or found
+                continue
             if isinstance(document, ForeignDocument):
                 raise UnsupportedFormatError(f"{url}: is a checkpoint of {document.format}, not a snapshot")
             if document.world_size != exchange.world:
@@ -509,41 +409,7 @@ def _open_bases(claim: Claim, options: TakeRequest, notes: list[str], opened: Ex
         elif optional is not None:
             notes.append(f"no file is shared with the base, since this take's key does not sign it: {optional.fault}")
             log.warning("%s: %s", session.url, notes[-1])
-    return bases
-
-
-def _find_lasting(claim: Claim, base: Base, notes: list[str]) -> str | None:
-    """Return the save id of the snapshot that will have what is left out.
-
-    Return None if it is not there, or if this take replaces it.
-    """
-    reference, session = base.reference, claim.session
-    save_id = base.opened.document.save_id
-    try:
-        if reference is not None:
-            base.opened, save_id = run(attach_base(base.opened, _place_of(base)))
-        if run(committed_save_id(session.storage)) != save_id:
-            return save_id
-        why = f"this take replaces {session.url}"
-    except (*ABSENT, RestoreError, ValueError) as error:
-        why = str(error)
-    notes.append(f"nothing is left out, since the base cannot be relied on: {why}")
-    log.warning("%s: %s", session.url, notes[-1])
-    return None
-
-
-def _place_of(base: Base) -> Location:
-    """Return the place of the snapshot that has what is left out."""
-    url, options = base.opened.url, base.opened.session.options
-    if base.reference is not None:
-        url = URL.parse(base.reference.url)
-        options = options if url.scheme == base.opened.url.scheme else None
-    return Location(url, options)
-
-
-def _open_lasting(base: Base) -> Session:
-    place = _place_of(base)
-    return Session(place.url, place.options)
+    return bases, folder
 
 
 def _close(session: Session) -> None:

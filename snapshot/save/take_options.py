@@ -172,7 +172,10 @@ class TakeOptions:
     plan: SavePlan | None = None
     """A plan that `Snapshot.plan` returned for the same structure."""
     base: BaseArgument = None
-    """An earlier snapshot, whose files are shared where tensors are unchanged, as for `Snapshot.take`."""
+    """An earlier snapshot, whose files are shared where tensors are unchanged, as for `Snapshot.take`.
+
+    With `only`, also a folder of safetensors files, such as one from Hugging Face, or a single such file.
+    """
     only: Only | None = None
     """`"trainable"`: leave out frozen parameters (`requires_grad=False`) that are bit-equal in `base`.
 

@@ -325,8 +325,8 @@ def _expect_here(side: Opened, name: str, entry: e.AnyTensor) -> None:
     document = side.document
     if document.base is not None and any(document.files[each.location].in_base for _, each in entry.pieces()):
         raise SnapshotError(
-            f"{side.url}: {name} cannot be read: it was left out, and is in the base {document.base.url} "
-            f"(save id {document.base.save_id}); compare with the base instead, or leave {name} out"
+            f"{side.url}: {name} cannot be read: it was left out, and is in the base {document.base}; "
+            f"compare with the base instead, or leave {name} out"
         )
 
 

@@ -7,9 +7,10 @@ import shutil
 
 import pytest
 
-from snapshot import Snapshot
+from snapshot import RestoreOptions, Snapshot, SnapshotError
 from snapshot.cli import main
 from tests.helpers.incremental import take_steps, tuned
+from tests.helpers.weight_folders import Adapted
 
 LAYER = 256 << 10
 
@@ -114,6 +115,46 @@ def test_cli_verbs_show_what_is_left_to_the_base(tmp_path, capsys):
     assert f"base       {base.path}" in shown
     assert "left out of this snapshot; show it in the base" in shown
     assert "values" in told(capsys, "show", lean.path, "model/trained.weight")
+
+
+def test_cli_verbs_work_with_a_snapshot_whose_base_is_a_folder_of_weights(tmp_path, capsys):
+    run = Adapted(tmp_path / "weights", files=2)
+    first = run.take(tmp_path / "run/step-1", tmp_path / "weights")
+    run.step()
+    second = run.take(tmp_path / "run/step-2", first)
+    said = " ".join(told(capsys, "ls", second.path).split())
+    assert f"1.0 MiB left to the base {tmp_path}/weights, taken" in said
+    assert json.loads(told(capsys, "ls", second.path, "--json"))["bytes_in_base"] == run.frozen_bytes
+    shown = told(capsys, "show", second.path, "model/pretrained.0.weight")
+    assert f"base       {tmp_path}/weights" in shown
+    assert "left out of this snapshot; show it in model-00001-of-00002.safetensors" in shown
+    assert "6 of them left to the base" in told(capsys, "verify", second.path)
+    assert main(["diff", first.path, second.path]) == 1
+    changed = capsys.readouterr().out
+    assert "head.weight" in changed
+    assert "pretrained" not in changed
+    run.pretrained[2].weight.data[0, 0] += 1
+    third = Snapshot.take(tmp_path / "run/step-3", run.state)
+    assert main(["diff", second.path, third.path]) == 1
+    assert "pretrained.2.weight" in capsys.readouterr().out
+    assert main(["diff", second.path, third.path, "--values"]) == 2
+    assert f"is in the base {tmp_path}/weights" in capsys.readouterr().err
+    with pytest.raises(SnapshotError, match=rf"has only what differs from {tmp_path}/weights"):
+        second.read_object("model/pretrained.0.weight")
+    assert second.read_object("model/head.weight").equal(run.head.weight)
+    assert main(["convert", second.path, str(tmp_path / "out"), "--to", "safetensors"]) == 2
+    assert f"has only what differs from {tmp_path}/weights" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    told(capsys, "cp", second.path, tmp_path / "copy")
+    told(capsys, "prune", tmp_path / "run", "--keep-latest", "1", "--yes")
+    assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-3"]
+    told(capsys, "rm", third.path, "--yes")
+    assert (tmp_path / "weights" / "model-00001-of-00002.safetensors").exists()
+    values = run.values()
+    run.spoil()
+    Snapshot(tmp_path / "copy").restore(run.state, options=RestoreOptions(base=tmp_path / "weights"))
+    assert run.head.weight.equal(values["head.weight"])
+    assert Snapshot(tmp_path / "copy").verify()
 
 
 def test_cli_report_page_has_shared_bytes_their_age_and_the_base(steps, tmp_path, capsys):

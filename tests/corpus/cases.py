@@ -1,12 +1,14 @@
 """How each snapshot of the corpus is taken."""
 
 import contextlib
+import json
 import shutil
 import tempfile
 from pathlib import Path
 from unittest import mock
 
 import torch
+from safetensors.torch import save_file
 
 from snapshot import Snapshot, SnapshotManager, StateDict, TakeOptions
 from snapshot.manifest import document, parts
@@ -97,6 +99,20 @@ def frozen(folder, pool):
     }
 
 
+def weights(folder, pool):
+    """Frozen parameters that only a folder of weights has, in two files."""
+    folder = folder / "weights"
+    frozen = states.tuned_model()["model"][0].state_dict()
+    files = {f"model-0000{number}-of-00002.safetensors": name for number, name in enumerate(frozen, 1)}
+    (folder / "pretrained").mkdir(parents=True)
+    for file, name in files.items():
+        save_file({f"encoder.{name}": frozen[name]}, folder / "pretrained" / file)
+    index = {"metadata": {}, "weight_map": {f"encoder.{name}": file for file, name in files.items()}}
+    (folder / "pretrained" / "model.safetensors.index.json").write_text(json.dumps(index))
+    base = folder / "pretrained"
+    return {"trainable": {"0": take(folder / "trainable", "tuned_model", base=base, only="trainable")}}
+
+
 def compressed(folder, pool):
     first = folder / "compressed/first"
     found = {"first": {"0": take(first, "compressible", compression="zstd")}}
@@ -165,7 +181,7 @@ CASES = dict([
     ("indexed", indexed),
     ("newest_parts", lambda folder, pool: _ranks(folder, "newest_parts", pool(2), "known_objects", largest=5)),
     ("four_ranks", lambda folder, pool: _ranks(folder, "four_ranks", pool(4), "meshes")),
-    ("bases", bases), ("frozen", frozen), ("compressed", compressed), ("signed", signed), ("dcp", dcp), ("run", run),
-    ("near", near),
+    ("bases", bases), ("frozen", frozen), ("weights", weights), ("compressed", compressed), ("signed", signed),
+    ("dcp", dcp), ("run", run), ("near", near),
 ])  # fmt: skip
 """Name -> a function that takes the snapshots into a folder, and returns their contents by folder, rank and key."""

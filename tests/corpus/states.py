@@ -322,6 +322,16 @@ def frozen_model():
     return {"model": model, "progress": StateDict(step=1)}
 
 
+def tuned_model():
+    """A frozen layer of several blocks of digests, with a trained head."""
+    layers = [torch.nn.Linear(300, 300), torch.nn.Linear(300, 2)]
+    with torch.no_grad():
+        for at, each in enumerate(parameter for layer in layers for parameter in layer.parameters()):
+            each.copy_(numbers(*each.shape, start=at))
+    layers[0].requires_grad_(False)
+    return {"model": torch.nn.Sequential(*layers), "progress": StateDict(step=1)}
+
+
 def compressible():
     """Tensors of all kinds of blocks, some longer than a block."""
     return {

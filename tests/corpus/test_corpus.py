@@ -18,7 +18,7 @@ from tests.helpers.versions import VERSION
 
 NAMES = sorted(path.stem for path in CONTENTS.glob("*.json"))
 RAN_PICKLES = {"pickles"}
-LEFT_OUT = {"frozen/trainable": {"model"}}
+LEFT_OUT = {"frozen/trainable": {"model"}, "weights/trainable": {"model"}}
 """Keys whose state is partly in the base only."""
 
 
@@ -98,6 +98,17 @@ def test_corpus_snapshot_restores_with_its_base():
         {"model": model}, options=RestoreOptions(base=SNAPSHOTS / "frozen/whole")
     )
     contents = json.loads((CONTENTS / "frozen.json").read_text())
+    assert describe(model.state_dict()) == contents["trainable"]["0"]["model"]
+
+
+def test_corpus_snapshot_restores_with_its_folder_of_weights():
+    model = states.tuned_model()["model"]
+    with torch.no_grad():
+        for each in model.parameters():
+            each.zero_()
+    base = SNAPSHOTS / "weights/pretrained"
+    Snapshot(SNAPSHOTS / "weights/trainable").restore({"model": model}, options=RestoreOptions(base=base))
+    contents = json.loads((CONTENTS / "weights.json").read_text())
     assert describe(model.state_dict()) == contents["trainable"]["0"]["model"]
 
 
@@ -189,5 +200,6 @@ def test_corpus_holds_every_entry_type_and_format():
     } <= held
     serializers = {"bytes", "bytearray", "utf8", "BytesIO", "torch_save"}
     assert {f"serializer {each}" for each in serializers} <= held
-    fields = {"file.packed", "file.origin", "file.age", "file.in_base", "main.base", "DTensor.mesh", "extra.shares"}
+    fields = {"file.packed", "file.origin", "file.age", "file.in_base", "file.name", "main.base", "DTensor.mesh"}
+    fields |= {"extra.shares"}
     assert fields <= held

@@ -2,13 +2,25 @@
 
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from snapshot import ModelState, RestoreError, RestoreOptions, Snapshot, SnapshotManager, StateDict, TakeOptions
+from snapshot import (
+    ModelState,
+    RestoreError,
+    RestoreOptions,
+    Snapshot,
+    SnapshotError,
+    SnapshotManager,
+    StateDict,
+    TakeOptions,
+)
+from snapshot.manifest import document
+from tests.helpers.weight_folders import write_folder
 
 WIDTH = 512
 
@@ -125,6 +137,152 @@ def test_only_trainable_omits_frozen_shards_and_restores_on_other_world_sizes(tw
         assert net.state_dict()[name].equal(value if name != "head.weight" else torch.ones_like(value))
     if kind == "ddp":
         Snapshot(f"{folder}/adapter").restore(state)
+
+
+def _on_weights(path, kind, rolling):
+    net = wrap(kind, Net())
+    if dist.get_rank() == 0:
+        write_folder(Path(path, "weights"), Net().state_dict(prefix="encoder."), 3)
+    dist.barrier()
+    reports, base = [], f"{path}/weights"
+    for number in range(3):
+        change(net, number + 1)
+        options = TakeOptions(base=base, only="trainable")
+        made = Snapshot.take(f"{path}/{number}", {"model": ModelState(net)}, options=options)
+        reports.append(made.report.omitted_bytes)
+        base = made if rolling else base
+    net = wrap(kind, Net(seed=9))
+    state = {"model": ModelState(net)}
+    weight = _local(net).clone()
+    with pytest.raises(RestoreError, match="had not changed from its base"):
+        made.restore(state)
+    assert _local(net).equal(weight)
+    dist.barrier()
+    made.restore(state, options=RestoreOptions(base=f"{path}/weights"))
+    return reports, _local(net).equal(_local(wrap(kind, Net())))
+
+
+def _local(net):
+    """This rank's part of a frozen weight."""
+    weight = (net.module if hasattr(net, "module") else net).frozen[1].weight.detach()
+    return getattr(weight, "_local_tensor", weight)
+
+
+@pytest.mark.parametrize("rolling", [False, True], ids=["folder", "rolling"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_only_trainable_leaves_replicas_and_shards_to_a_folder_of_weights(two, folder, kind, rolling):
+    told = two.run(_on_weights, folder, kind, rolling)
+    for number in range(3):
+        assert sum(each[0][number] for each in told) == 4 * (WIDTH * WIDTH + WIDTH) * 4
+    assert all(equal for _, equal in told)
+    if rolling:
+        for number in (0, 1):
+            shutil.rmtree(f"{folder}/{number}")
+    assert Snapshot(f"{folder}/2").verify()
+    net = Net(seed=9)  # alone, and not sharded
+    state = {"model": ModelState(net)}
+    with pytest.raises(RestoreError, match="base"):
+        Snapshot(f"{folder}/2").restore(state)
+    Snapshot(f"{folder}/2").restore(state, options=RestoreOptions(base=f"{folder}/weights"))
+    for name, value in Net().state_dict().items():
+        assert net.state_dict()[name].equal(value if name != "head.weight" else torch.full_like(value, 3))
+
+
+def _on_changed_weights(path):
+    net = wrap("fsdp", Net())
+    if dist.get_rank() == 0:
+        write_folder(Path(path, "weights"), Net().state_dict(), 1)
+    dist.barrier()
+    options = TakeOptions(base=f"{path}/weights", only="trainable")
+    made = Snapshot.take(f"{path}/s", {"model": ModelState(net)}, options=options)
+    dist.barrier()
+    if dist.get_rank() == 0:  # the first rows of a weight, which only the first rank needs
+        weights = Net()
+        weights.frozen[2].weight.data[0] += 1
+        write_folder(Path(path, "weights"), weights.state_dict(), 1)
+    dist.barrier()
+    net = wrap("fsdp", Net(seed=9))
+    before = _local(net).clone()
+    with pytest.raises(SnapshotError, match="other values than at the take"):
+        made.restore({"model": ModelState(net)}, options=RestoreOptions(base=f"{path}/weights"))
+    return _local(net).equal(before)
+
+
+def test_restore_on_all_ranks_refuses_a_folder_of_weights_that_has_changed(two, folder):
+    assert two.run(_on_changed_weights, folder) == [True, True]
+
+
+class Experts(nn.Module):
+    """Frozen experts in one tensor, which a folder has one by one."""
+
+    def __init__(self, seed=3):
+        torch.manual_seed(seed)
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(4, 40, 30), requires_grad=False)
+        self.head = nn.Linear(30, 8)
+
+
+def _on_experts(path, kind):
+    net = wrap(kind, Experts())
+    if dist.get_rank() == 0:
+        write_folder(Path(path, "weights"), {f"e.{n}.w": each for n, each in enumerate(Experts().experts)}, 2)
+    dist.barrier()
+    options = TakeOptions(base=f"{path}/weights", only="trainable")
+    made = Snapshot.take(f"{path}/s", {"model": ModelState(net)}, options=options)
+    net = wrap(kind, Experts(seed=9))
+    made.restore({"model": ModelState(net)}, options=RestoreOptions(base=f"{path}/weights"))
+    experts = (net.module if hasattr(net, "module") else net).experts
+    whole = experts.full_tensor() if hasattr(experts, "full_tensor") else experts
+    return made.report.omitted_bytes, whole.equal(Experts().experts)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_only_trainable_leaves_shards_of_stacked_experts_to_a_folder_of_weights(two, folder, kind):
+    told = two.run(_on_experts, folder, kind)
+    assert sum(omitted for omitted, _ in told) == 4 * 40 * 30 * 4
+    assert all(equal for _, equal in told)
+    assert Snapshot(f"{folder}/s").verify()
+
+
+def _on_own_weights(path, other):
+    """A take whose ranks have a folder each; that of rank 1 is missing, a copy, or has another tensor."""
+    rank, net = dist.get_rank(), wrap("ddp", Net())
+    folder = Path(path, f"weights-{rank}")
+    more = {"more": torch.ones(3)} if other == "changed" and rank else {}
+    if other != "missing" or not rank:
+        write_folder(folder, Net().state_dict() | more)
+    dist.barrier()
+    options = TakeOptions(base=str(folder), only="trainable")
+    try:
+        made = Snapshot.take(f"{path}/s", {"model": ModelState(net)}, options=options)
+    except SnapshotError as error:
+        return str(error)
+    return made.report.omitted_bytes
+
+
+@pytest.mark.parametrize("other", ["copy", "missing", "changed"])
+def test_only_trainable_ranks_may_have_copies_of_a_folder_of_weights(two, folder, other):
+    told = two.run(_on_own_weights, folder, other)
+    if other == "changed":
+        assert all("base: must be the same on all ranks" in each for each in told)
+        assert not Snapshot(f"{folder}/s").exists()
+        return
+    frozen = 4 * (WIDTH * WIDTH + WIDTH) * 4
+    assert sum(told) == frozen if other == "copy" else 0 < told[0] < frozen and told[1] == 0
+    net = Net(seed=9)
+    Snapshot(f"{folder}/s").restore({"model": ModelState(net)}, options=RestoreOptions(base=f"{folder}/weights-0"))
+    assert all(net.state_dict()[name].equal(value) for name, value in Net().state_dict().items())
+
+
+def _on_large_weights(path):
+    with mock.patch.object(document, "IN_ONE", 3):
+        return _on_weights(path, "fsdp", False)
+
+
+def test_only_trainable_leaves_shards_to_a_folder_of_weights_with_a_manifest_in_parts(two, folder):
+    assert all(equal for _, equal in two.run(_on_large_weights, folder))
+    assert list(Path(folder, "2", "data").glob("*.json"))
+    assert Snapshot(f"{folder}/2").verify().in_base == 8
 
 
 def _vanishes(path):

@@ -33,8 +33,8 @@ def manifests(draw, *, with_base=None):
     files = {file_name(SAVE): FileEntry(4), file_name(SAVE, 1): FileEntry(9, content=draw(TEXTS), origin="other")}
     base = None
     if draw(st.booleans()) if with_base is None else with_base:
-        base = BaseReference(BASE, draw(TEXTS))
-        files[file_name(BASE)] = FileEntry(7, in_base=True)
+        base = BaseReference(BASE, draw(TEXTS), draw(st.sampled_from(["", "safetensors"])))
+        files[file_name(BASE)] = FileEntry(7, in_base=True, name=draw(TEXTS) if base.format else "")
     metadata = msgspec.Raw(msgspec.json.encode(draw(st.dictionaries(TEXTS, VALUES, max_size=3))))
     created = "2026-01-02T03:04:05+00:00"
     return encode(Document("snapshot/1", "0.1", SAVE, 1, created, "", metadata, files, [], entries, base))

@@ -3,12 +3,21 @@
 import pytest
 import torch
 
-from snapshot import CorruptSnapshotError, RestoreOptions, Snapshot, SnapshotManager, StateDict, TakeOptions
+from snapshot import (
+    CorruptSnapshotError,
+    RestoreOptions,
+    Snapshot,
+    SnapshotError,
+    SnapshotManager,
+    StateDict,
+    TakeOptions,
+)
 from snapshot.errors import SignatureError
 from snapshot.save.base_files import Comparer
 from snapshot.testing import Log, tapped
 from snapshot_tiers import Near
 from tests.helpers.states import flip
+from tests.helpers.weight_folders import Adapted
 
 
 def state(changed):
@@ -154,6 +163,26 @@ def test_only_trainable_base_must_be_signed_if_a_key_is_given(tmp_path, secret, 
     flip(frozen_file(one), -9)
     with pytest.raises(CorruptSnapshotError, match="not the signed ones"):
         Snapshot(two, key=public).restore(live, options=RestoreOptions(base=one, verify=False))
+
+
+def test_only_trainable_signed_take_leaves_frozen_parameters_to_a_folder_of_weights(tmp_path, secret, public):
+    """The folder has no signature, so no byte of it is read with a key: the application must have the values."""
+    run = Adapted(tmp_path / "weights")
+    first = run.take(tmp_path / "one", tmp_path / "weights", sign=secret)
+    second = run.take(tmp_path / "two", tmp_path / "one", sign=secret)
+    for made in (first, second):
+        assert made.report.omitted_bytes == run.frozen_bytes
+        verified = Snapshot(made.path, key=public).verify()
+        assert verified
+        assert verified.in_base == 6
+        Snapshot(made.path, key=public).restore(run.state)
+        value = run.pretrained[0].bias.clone()
+        run.pretrained[0].bias.data.zero_()
+        with pytest.raises(SnapshotError, match="with a key, no other format is read"):
+            Snapshot(made.path, key=public).restore(run.state, options=RestoreOptions(base=tmp_path / "weights"))
+        assert not run.pretrained[0].bias.any()
+        Snapshot(made.path).restore(run.state, options=RestoreOptions(base=tmp_path / "weights"))
+        assert run.pretrained[0].bias.equal(value)
 
 
 def test_manager_signs_each_step_and_restores_signed_steps(tmp_path, secret, public):

@@ -8,12 +8,13 @@ import threading
 import pytest
 import torch
 
-from snapshot import KeepLatest, Snapshot, SnapshotExistsError, SnapshotManager, TakeOptions, Tolerate
+from snapshot import KeepLatest, RestoreOptions, Snapshot, SnapshotExistsError, SnapshotManager, TakeOptions, Tolerate
 from snapshot.errors import SnapshotError, StorageError
 from snapshot.manager.policies import Policy
 from snapshot.storages.file.file_storage import FileStorage
 from snapshot_tiers import Near
 from snapshot_tiers.control import ControlRequest
+from tests.helpers.weight_folders import Adapted
 from tests.plugins.snapshot_tiers.jobs import (
     data_files,
     flip_keeping_time,
@@ -328,6 +329,33 @@ def test_keep_near_keeps_the_base_of_a_pinned_step(tmp_path, hosts):
                 manager.pin(20)
     [run] = runs_in(hosts("a"))
     assert {path.name for path in run.glob("step-*")} == {"step-10", "step-20", "step-40"}
+
+
+@pytest.mark.parametrize("rolling", [False, True], ids=["folder", "rolling"])
+def test_near_takes_leave_frozen_parameters_to_a_folder_of_weights(tmp_path, hosts, rolling):
+    run = Adapted(tmp_path / "weights", files=2)
+    base = tmp_path / "weights"
+    with manager_of(tmp_path / "far", hosts("a"), keep=KeepLatest(2), keep_near=1, upload=1) as manager:
+        for step in (10, 20, 30):
+            run.step()
+            made = manager.take(step, run.state, options=TakeOptions(base=base, only="trainable"))
+            assert made.report.omitted_bytes == run.frozen_bytes
+            values = run.values()
+            until(lambda step=step: manager.where(step)["far"] == "whole")
+            base = f"near://{runs_in(hosts('a'))[0]}/step-{step}" if rolling else base
+        run.step()
+        assert manager.restore_latest(run.state) == 30
+        assert run.has(values)
+    assert {path.name for path in (tmp_path / "far").glob("step-*")} == {"step-20", "step-30"}
+    with manager_of(tmp_path / "far", hosts("b")) as manager:
+        run.spoil()
+        with pytest.raises(SnapshotError, match="had not changed from its base"):
+            manager.restore_latest(run.state)
+        assert run.is_spoilt()
+        (tmp_path / "weights").rename(tmp_path / "moved")
+        assert manager.restore_latest(run.state, options=RestoreOptions(base=tmp_path / "moved")) == 30
+        assert run.has(values)
+    assert Snapshot(tmp_path / "far/step-30").verify()
 
 
 def test_keep_near_keeps_the_base_of_a_take_that_runs(tmp_path, hosts, monkeypatch):

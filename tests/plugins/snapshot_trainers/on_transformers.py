@@ -34,7 +34,7 @@ with warnings.catch_warnings():
     from transformers.trainer_utils import rotate_checkpoints
     from transformers.utils import logging
 
-from snapshot import Snapshot, SnapshotError, SnapshotNotFoundError, TakeOptions
+from snapshot import RestoreOptions, Snapshot, SnapshotError, SnapshotNotFoundError, TakeOptions
 from snapshot.__main__ import main
 from snapshot.distributed.group import ranks_of
 from snapshot.interop.weight_digests import FOLDER, KEY, STATE, STATE_DIGEST, STATE_KEY, compare_weights, digest_weights
@@ -773,6 +773,44 @@ def test_trainer_adapters_of_a_model_with_other_file_names_are_loaded(tmp_path):
     assert first
     expect_equal(train(1, 4, resume=True), first, ordered=False)
     assert "0/model" not in Snapshot(tmp_path / "run" / "checkpoint-4" / FOLDER).get_manifest()
+
+
+@pytest.mark.parametrize("kind", ["plain", "tied", "shards", "bfloat16", "experts"])
+def test_only_trainable_leaves_a_peft_model_to_the_folder_that_it_was_loaded_from(tmp_path, kind):
+    """Also the experts, which are stacked in memory alone."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    if kind == "experts":
+        model = MixtralForCausalLM(MixtralConfig(vocab_size=64, num_local_experts=2, num_key_value_heads=2, **sizes))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=64, tie_word_embeddings=kind == "tied", **sizes))
+    base = tmp_path / "base"
+    model.save_pretrained(base, max_shard_size="20KB" if kind == "shards" else "1GB")
+
+    def load(seed):
+        torch.manual_seed(seed)
+        dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+        model = type(full).from_pretrained(base, dtype=dtype)
+        return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+
+    full = model
+    model = load(1)
+    frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
+    made = Snapshot.take(tmp_path / "s", {"model": model}, options=TakeOptions(base=base, only="trainable"))
+    assert any(".mlp.experts." in name for name in frozen) == (kind == "experts")
+    if kind == "bfloat16":
+        assert made.report.omitted_bytes == 0
+        assert "is bfloat16 here, and float32 there" in made.report.notes[0]
+    else:
+        assert made.report.omitted_bytes == sum(each.nbytes for each in frozen.values())
+        assert not made.report.notes
+    again = load(2)
+    made.restore({"model": again})
+    expect_equal(dict(again.state_dict()), dict(model.state_dict()), ordered=False)
+    for each in again.parameters():
+        each.data.zero_()
+    made.restore({"model": again}, options=RestoreOptions(base=None if kind == "bfloat16" else base))
+    expect_equal(dict(again.state_dict()), dict(model.state_dict()), ordered=False)
 
 
 @pytest.mark.parametrize("adapters", [1, 2])
