@@ -233,8 +233,7 @@ class Fallback:
                 break
             log.info("%s: passed over: it is off the line of the run", self._root.step_url(candidate[0]))
         if candidate is None and not self._seen.committed:
-            some = ", ".join(f"step-{step}" for step in self._seen.others[-5:])
-            if some:
+            if some := ", ".join(f"step-{step}" for step in self._seen.others[-5:]):
                 log.warning("%s: nothing to restore: there is no finished snapshot in %s", self._root.url, some)
             else:
                 log.info("%s: nothing to restore: there are no steps, so this is a new run", self._root.url)
