@@ -171,12 +171,10 @@ async def describe_parent(place: URL, open_beside: Callable[[URL], Storage]) -> 
         return ""
     if f"{name}/" in names:
         return "the folder is empty"
-    others = sorted((each.rstrip("/") for each in names if not each.startswith(".")), key=_in_order)
-    if not others:
-        return "nothing exists there"
-    near = difflib.get_close_matches(name, others, n=1)
-    guess = f"; did you mean {parent.join(near[0])}?" if near else ""
-    return f"nothing exists there; {parent} has {_few(others)}{guess}"
+    near = difflib.get_close_matches(name, [each.rstrip("/") for each in names], n=1)
+    alike = sorted((each for each in names if _STEP.fullmatch(each) or _READABLE.fullmatch(each)), key=_in_order)
+    has = f"; {parent} has {_few(alike)}" if alike else ""
+    return f"nothing exists there{has}{f'; did you mean {parent.join(near[0])}?' if near else ''}"
 
 
 async def _list_folders(storage: Storage, below: str) -> list[str]:

@@ -250,6 +250,8 @@ def copy_checkpoint(operation: Operation, origin: Location, target: Target, choi
         raise ValueError(
             f"format_options must be None for a copy, which keeps its format, got {target.format_options!r}"
         )
+    if target.files is not None:
+        raise ValueError("files must be None for a copy, which keeps its files; convert to safetensors to add some")
     if target.shard_bytes != SHARD:
         raise ValueError(f"shard_bytes cannot be set for a copy, which keeps its files, got {target.shard_bytes}")
     expect_common_place(exchange, url)

@@ -78,6 +78,10 @@ def test_files_that_are_wrong_are_refused_before_anything_is_written(taken, tmp_
     ):
         with pytest.raises(ValueError, match=r"files must be None for .*, which is not a folder of another format"):
             taken.convert(target)
+    with pytest.raises(ValueError, match="files must be None for a copy"):
+        taken.copy(Target(tmp_path / "copy", files={"config.json": b""}))
+    with pytest.raises(ValueError, match="files must be None for"):
+        merge([taken, taken], Target(tmp_path / "merged", files={"config.json": b""}))
     with pytest.raises(ValueError, match="files must be a local folder, got"):
         taken.convert(Target(tmp_path / "hf", "safetensors", files=tmp_path / "absent"))
     with pytest.raises(ValueError, match=r"files must not have '__0_0\.distcp', which to='dcp' writes"):
