@@ -105,7 +105,7 @@ def in_order_of_keys(manifest: Mapping[str, Entry]) -> dict[str, Entry]:
 
     def place(path: str) -> list[int]:
         rank, *parts = path.split("/")
-        found = [places["/".join(parts[:depth])].get(part, -1) for depth, part in enumerate(parts)]
+        found = [places.get("/".join(parts[:depth]), {}).get(part, -1) for depth, part in enumerate(parts)]
         return [*found, int(rank) if rank.isdecimal() else -1]
 
     return dict(sorted(manifest.items(), key=lambda each: place(each[0])))

@@ -124,7 +124,7 @@ class RankDone(msgspec.Struct, array_like=True):
     signed: dict[str, Root] | None = None
     """The roots of this rank's files, if `sign` was given there."""
     nbytes: int = 0
-    """Bytes of the tensors that it wrote."""
+    """Bytes of the data files that it wrote, as they are stored."""
     newest: bool = False
     """True if its own entries need the newest format."""
     told: dict[str, bytes] = {}
@@ -144,7 +144,7 @@ class Committed(msgspec.Struct, array_like=True):
     keepers: list[int] = []
     """Ranks that store the manifest on their host."""
     nbytes: int = 0
-    """Bytes of the tensors that all ranks wrote."""
+    """Bytes of the data files that all ranks wrote."""
     observers: list[str] = []
     """The observers that no rank has dropped."""
 

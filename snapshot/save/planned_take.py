@@ -142,7 +142,7 @@ class Take:
         self._verify = commit.verify
         self._observers = commit.observers or Observers()
         self.committed_bytes = 0
-        """Bytes of the tensors that all ranks wrote, after the commit."""
+        """Bytes of the data files that all ranks wrote, as they are stored, after the commit."""
         self._began = time.perf_counter()
         self.work: LoopFuture[None] | None = None
         self.writer = Writer(
@@ -287,7 +287,6 @@ class Take:
             packed=packed,
         )
         written = [*kept, *fresh]
-        nbytes = self._share.nbytes
         describe = partial(self._describe, save_id, written, binary)
         manifest = describe() if self._share.is_small else await in_thread(describe)
         if manifest.chunks:
@@ -318,7 +317,7 @@ class Take:
             storage.host,
             leader_part if sends else b"",
             signed,
-            nbytes,
+            stored,
             needs_third_format(manifest.own.values()) or (described is not None and described.index is not None),
             self._observers.tell(),
         )

@@ -55,7 +55,7 @@ def test_cli_verbs_and_manager_work_on_object_stores(store, tmp_path, capsys, mo
     assert torch.equal(live["s"]["x"], state(3)["s"]["x"])
     assert manager.best("loss", "min") == 3
 
-    assert [line.split()[0] for line in run("ls", root).splitlines()] == ["name", "step-2", "step-3"]
+    assert [line.split()[0] for line in run("ls", root).splitlines()] == ["name", "step-3", "step-2"]
     assert "s/x" in run("ls", f"{root}/step-3", "--flat")
     assert json.loads(run("show", f"{root}/step-3", "s/x", "--json"))["statistics"]["min"] == 3.0
     assert "every byte" in run("verify", f"{root}/step-3")
