@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
@@ -33,10 +34,26 @@ def with_given(options: Options, kind: type, given: Mapping[str, Any]) -> Option
 
 
 EXPLAINED = (RankError, RestoreError, SnapshotExistsError, SnapshotNotFoundError)
-"""Errors whose messages say all, so that frames of the library are left out of their tracebacks.
+"""Errors whose messages say all, so that frames of the library are left out of their tracebacks."""
 
-The cause of a `RankError` is on another rank, which shows its own traceback.
-"""
+
+def drop_frames(error: BaseException, outer: BaseException | None) -> None:
+    """Drop the frames of the library up to the first one of the application, such as its `load_state_dict`.
+
+    If there is none, also drop the errors that the library handled on the way, but not `outer`, which the application
+    was handling at the call.
+    """
+    frames = error.__traceback__
+    while frames is not None and not _is_of_application(frames.tb_frame.f_globals.get("__name__", "")):
+        frames = frames.tb_next
+    if frames is None:
+        error.__context__ = outer
+    error.__traceback__ = frames
+
+
+def _is_of_application(module: str) -> bool:
+    root = module.partition(".")[0]
+    return root != __name__.partition(".")[0] and root not in sys.stdlib_module_names
 
 
 def with_options(kind: Any, argument: str = "options") -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -51,10 +68,12 @@ def with_options(kind: Any, argument: str = "options") -> Callable[[Callable[P, 
                 if name in elsewhere:
                     spelling = f"pass {argument}={kind.__name__}({name}=...)"
                     raise TypeError(f"{function.__name__}() has no argument {name!r}: {spelling}")
+            outer = sys.exception()
             try:
                 return function(*arguments, **named)
             except EXPLAINED as error:
-                raise error.with_traceback(None) from error.__cause__
+                drop_frames(error, outer)
+                raise
 
         return checked
 

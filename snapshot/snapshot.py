@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
@@ -22,7 +23,7 @@ from snapshot.loading.restore import Restore
 from snapshot.loading.restore_options import RESTORE_OPTIONS, Accept, RestoreOptions, Unused
 from snapshot.manifest.document import SnapshotMetadata, copy_manifest
 from snapshot.manifest.values import Entry
-from snapshot.options import EXPLAINED, expect_options, with_given, with_options
+from snapshot.options import EXPLAINED, drop_frames, expect_options, with_given, with_options
 from snapshot.pending import PendingTake
 from snapshot.plan.layout import SavePlan
 from snapshot.plan.names import Rename
@@ -64,10 +65,12 @@ def of_object(method: F) -> F:
                 f"{method.__name__}() must be called on a snapshot, not on the class: "
                 f"Snapshot({shown}).{method.__name__}(...)"
             )
+        outer = sys.exception()
         try:
             return method(*arguments, **named)
         except EXPLAINED as error:
-            raise error.with_traceback(None) from error.__cause__
+            drop_frames(error, outer)
+            raise
 
     return cast(F, checked)
 

@@ -20,6 +20,7 @@ from snapshot.events import warn
 from snapshot.io.loop import in_own_thread, start_in_thread
 from snapshot.io.url import PER_HOST, URL
 from snapshot.settings import Settings, expect_positive
+from snapshot.text import counted
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -509,6 +510,11 @@ def expect_same_verb(hellos: Sequence[_Caller]) -> None:
 def expect_same_keys(argument: str, keys: Sequence[Sequence[str]]) -> None:
     """Raise unless the ranks gave the same keys. Otherwise, some ranks would use bytes that others refuse."""
     for rank, key in enumerate(keys):
+        if len(key) != len(keys[0]):
+            raise SnapshotError(
+                f"base must be given on all ranks, or on none, got {counted(len(keys[0]) - 1, 'base')} on rank 0, "
+                f"{len(key) - 1} on rank {rank}"
+            )
         if key != keys[0]:
             raise SnapshotError(
                 f"{argument} must be the same on all ranks, got {_key_text(keys[0])} on rank 0, {_key_text(key)} on "

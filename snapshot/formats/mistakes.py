@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
+import heapq
 import re
 from collections.abc import Callable, Iterable, Sequence
 
@@ -17,6 +19,10 @@ HEAD = 512
 POINTER = b"version https://git-lfs"
 """First bytes of the file that Git has in place of a large one."""
 SHOWN = 5
+WAIT = 2.0
+"""Seconds to list the folder above a place that has no files."""
+COMPARED, LONGER = 64, 16
+"""Maximum number of names that a mistyped one is compared with, and by how much they may be longer or shorter."""
 PROBED = 16
 """Maximum number of a run's newest folders in which a manifest is looked for."""
 
@@ -166,15 +172,28 @@ async def describe_parent(place: URL, open_beside: Callable[[URL], Storage]) -> 
         return ""
     parent = URL(place.scheme, above, place.query)
     try:
-        names = await open_beside(parent).list(recursive=False)
-    except (SnapshotError, ValueError):
+        names = await asyncio.wait_for(open_beside(parent).list(recursive=False), WAIT)
+    except (SnapshotError, ValueError, TimeoutError):
         return ""
     if f"{name}/" in names:
         return "the folder is empty"
-    near = difflib.get_close_matches(name, [each.rstrip("/") for each in names], n=1)
+    names = [each for each in names if each.isprintable()]
+    near = _find_near(name, names)
     alike = sorted((each for each in names if _STEP.fullmatch(each) or _READABLE.fullmatch(each)), key=_in_order)
     has = f"; {parent} has {_few(alike)}" if alike else ""
-    return f"nothing exists there{has}{f'; did you mean {parent.join(near[0])}?' if near else ''}"
+    return f"nothing exists there{has}{f'; did you mean {parent.join(near)}?' if near else ''}"
+
+
+def _find_near(name: str, names: Sequence[str]) -> str:
+    """Return the name that a mistyped one is most like; an empty text if none is near it."""
+
+    def begins_alike(other: str) -> int:
+        return next((at for at, (mine, its) in enumerate(zip(name, other, strict=False)) if mine != its), len(name))
+
+    others = (each.rstrip("/") for each in names)
+    others = (each for each in others if each != name and abs(len(each) - len(name)) <= LONGER)
+    likely = heapq.nlargest(COMPARED, others, key=begins_alike)
+    return next(iter(difflib.get_close_matches(name, likely, n=1)), "")
 
 
 async def _list_folders(storage: Storage, below: str) -> list[str]:

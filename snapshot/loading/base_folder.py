@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from snapshot.errors import (
@@ -171,22 +172,26 @@ async def read_folder(opened: Opened) -> BaseFolder:
     return BaseFolder(opened, BaseReference(save_id, str(opened.url), FORMAT), files, held)
 
 
-async def has_files(session: Session, files: Collection[FileEntry]) -> bool:
-    """Return True if the folder of a session still has these files, as far as their sizes and headers show."""
+async def has_files(session: Session, files: Collection[FileEntry], tokens: Mapping[str, str]) -> bool:
+    """Return True if the folder of a session still has these files, as far as sizes, headers and tokens show."""
     try:
-        return not await _find_changes((await open_checkpoint(session)).stored, files)
+        return not await _find_changes((await open_checkpoint(session)).stored, files, tokens)
     except (SnapshotNotFoundError, CorruptSnapshotError, UnsupportedFormatError):
         return False
 
 
-async def _find_changes(storage: Storage, files: Collection[FileEntry]) -> list[str]:
-    """Return a line for each file that a folder lacks now, or that has another size or header."""
+async def _find_changes(
+    storage: Storage, files: Collection[FileEntry], tokens: Mapping[str, str] = MappingProxyType({})
+) -> list[str]:
+    """Return a line for each file that a folder lacks now, or that has another size, header or token."""
 
     async def look(file: FileEntry) -> str:
         try:
-            size = (await storage.stat(file.name)).size
-            if size != file.size:
-                return f"{file.name} must have {file.size:,} bytes, got {size:,}"
+            stat = await storage.stat(file.name)
+            if stat.size != file.size:
+                return f"{file.name} must have {file.size:,} bytes, got {stat.size:,}"
+            if stat.token != tokens.get(file.name, stat.token):
+                return f"{file.name} was written again"
             header = bytearray(file.header)
             await storage.read_into(file.name, 0, [header])
         except StorageNotFoundError:
@@ -223,6 +228,11 @@ async def open_left_out(session: Session, document: Document, wanted: BaseRefere
 
 def expect_unchanged(opened: Opened, requests: Sequence[ReadRequest], meter: Meter) -> ReadResult:
     """Read ranges of a folder without placing them. Raise RestoreError if any differs from its digest."""
+    if lacking := [f"{each.name}: has no digest" for each in requests if each.stored.digest is None]:
+        raise CorruptSnapshotError(
+            f"{opened.url}: the manifest must have digests of what is in {opened.document.base}:{listed(lacking)}",
+            faults=lacking,
+        )
     dry = [ReadRequest(each.name, each.stored, each.location, each.begin, each.end) for each in requests]
     try:
         return fetch_requests(opened, dry, True, meter)

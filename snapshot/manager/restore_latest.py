@@ -235,6 +235,10 @@ class Fallback:
         if candidate is None and not self._seen.committed:
             if some := ", ".join(f"step-{step}" for step in self._seen.others[-5:]):
                 log.warning("%s: nothing to restore: there is no finished snapshot in %s", self._root.url, some)
+            elif run(self._root.is_snapshot()):
+                raise SnapshotNotFoundError(
+                    f"{self._root.url}: is a snapshot; pass the folder that it is in as the root"
+                )
             else:
                 log.info("%s: nothing to restore: there are no steps, so this is a new run", self._root.url)
         return candidate

@@ -256,6 +256,11 @@ class Root:
             stat = await _stat_if_there(session.storage, METADATA)
         return None if stat is None else stat.token
 
+    async def is_snapshot(self) -> bool:
+        """Return True if the root itself is a snapshot, such as a step that was passed by mistake."""
+        async with self.opened() as session:
+            return await _stat_if_there(session.storage, METADATA) is not None
+
     async def fault(self, step: int, seal: Seal | None = None, *, good: bool = False) -> str | None:
         """Return why a step cannot be restored, as far as its main manifest shows; None if it does not.
 

@@ -206,7 +206,8 @@ class _Matches:
         names = {place[0] for pairs in self.found.values() for _, place in pairs}
         files = {folder.files[name].location: folder.files[name].entry for name in sorted(names)}
         base = partial(Session, folder.opened.url, folder.opened.session.options)
-        return Omitted(folder.reference, ranges, files, frozenset(self.found), "", base, tables)
+        tokens = {name: folder.files[name].token for name in names}
+        return Omitted(folder.reference, ranges, files, frozenset(self.found), "", base, tables, tokens)
 
     def explain(self, lacking: Sequence[Leaf]) -> str:
         """Return a note about the parameters that are written."""

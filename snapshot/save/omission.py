@@ -52,6 +52,8 @@ class Omitted:
     """Opens the base."""
     tables: Mapping[int, bytes] = field(default_factory=dict)
     """Tables of digests that the take stores since the base, a folder of weights, has none: by position in `ranges`."""
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    """The tokens of the files of a folder of weights, by name."""
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +67,7 @@ class Omitted:
             if self.base.format:
                 from snapshot.loading.base_folder import has_files  # few bases are no snapshots
 
-                if await has_files(session, self.files.values()):
+                if await has_files(session, self.files.values(), self.tokens):
                     return
             elif await committed_save_id(session.storage) == self.save_id:
                 return

@@ -390,6 +390,8 @@ def _open_bases(
             found = run(open_checkpoint(place, exchange.rank))
             document = found.document
             if isinstance(document, ForeignDocument) and options.only:
+                if url == session.url:
+                    raise UnsupportedFormatError(f"this take makes a snapshot of the folder {url}")
                 folder = folder or found
                 continue
             if isinstance(document, ForeignDocument):

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from snapshot import (
+    CorruptSnapshotError,
     RestoreError,
     RestoreOptions,
     Snapshot,
@@ -24,6 +25,7 @@ from snapshot.io.registry import open_storage
 from snapshot.io.url import URL
 from snapshot.loading import base_folder
 from snapshot.manifest.document import METADATA
+from snapshot.tensors.digest import digest_bytes
 from snapshot.testing import Log, recording, tapped
 from tests.helpers.weight_folders import Adapted, write_folder
 
@@ -385,3 +387,47 @@ def test_manager_leaves_frozen_parameters_to_a_folder_of_weights(tmp_path):
         assert run.is_spoilt()
         assert manager.restore_latest(run.state, options=RestoreOptions(base=tmp_path / "weights")) == 3
         assert run.has(values)
+
+
+def test_a_folder_with_other_values_of_the_same_shapes_during_a_take_is_an_error(tmp_path):
+    run = Adapted(tmp_path / "weights")
+
+    class Replace(Log):
+        async def before(self, operation):
+            await super().before(operation)
+            if operation.name == "finish":
+                other = {name: value + 1 for name, value in run.pretrained.state_dict(prefix="encoder.").items()}
+                write_folder(tmp_path / "weights", other)
+
+    with tapped("other", Replace()), pytest.raises(SnapshotError, match="removed or replaced"):
+        run.take(f"other+file://{tmp_path}/s", tmp_path / "weights")
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_take_into_the_folder_that_it_is_based_on_writes_everything(tmp_path):
+    run = Adapted(tmp_path / "weights")
+    report = run.take(tmp_path / "weights", tmp_path / "weights").report
+    assert report.omitted_bytes == 0
+    assert "this take makes a snapshot of the folder" in report.notes[0]
+    values = run.values()
+    run.step()
+    Snapshot(tmp_path / "weights").restore(run.state)
+    assert run.has(values)
+
+
+def test_a_restore_refuses_tensors_of_a_folder_that_have_no_digest(tmp_path):
+    run = Adapted(tmp_path / "weights")
+    run.take(tmp_path / "adapter", tmp_path / "weights")
+    document = document_of(tmp_path / "adapter")
+    del document["digest"]
+    for entry in document["manifest"].values():
+        if document["files"].get(entry.get("location"), {}).get("in_base"):
+            entry.pop("digest")
+            entry.pop("blocks", None)
+    data = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()[:-1]
+    (tmp_path / "adapter" / METADATA).write_bytes(data + b',"digest":"' + digest_bytes(data).encode() + b'"}')
+    for parameter in run.pretrained.parameters():
+        parameter.data.zero_()
+    with pytest.raises(CorruptSnapshotError, match="must have digests of what is in"):
+        Snapshot(tmp_path / "adapter").restore(run.state, options=RestoreOptions(base=tmp_path / "weights"))
+    assert not any(parameter.any() for parameter in run.pretrained.parameters())

@@ -1,7 +1,9 @@
 """What is passed by mistake: each error says what to pass instead, and nothing is written."""
 
+import difflib
 import logging
 import traceback
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +12,13 @@ from snapshot import (
     RestoreError,
     RNGState,
     Snapshot,
+    SnapshotError,
     SnapshotExistsError,
     SnapshotManager,
     SnapshotNotFoundError,
     StateDict,
 )
+from snapshot.formats import mistakes
 
 
 def model():
@@ -141,6 +145,17 @@ def test_root_without_steps_is_logged_as_a_new_run(tmp_path, caplog):
     assert f"{tmp_path}/rnu: nothing to restore: there are no steps, so this is a new run" in caplog.messages
 
 
+def test_step_as_the_root_is_no_new_run(tmp_path):
+    state = {"state": StateDict(step=0)}
+    with SnapshotManager(tmp_path / "run", signals=()) as manager:
+        manager.take(1, state)
+    with (
+        SnapshotManager(tmp_path / "run/step-1", signals=()) as manager,
+        pytest.raises(SnapshotError, match="is a snap"),
+    ):
+        manager.restore_latest(state)
+
+
 def test_scaler_that_was_saved_disabled_is_refused_before_anything_is_written(tmp_path):
     def scaler(enabled):
         return torch.amp.GradScaler("cpu", enabled=enabled)
@@ -161,3 +176,72 @@ def test_scaler_that_was_saved_disabled_is_refused_before_anything_is_written(tm
     Snapshot(tmp_path / "on").restore({"scaler": again})
     assert again.state_dict() == on.state_dict()
     Snapshot(tmp_path / "on").restore({"scaler": scaler(False)})  # torch's disabled one takes nothing
+
+
+class Opens:
+    """An object whose state_dict and load_state_dict open a snapshot that is not there."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def state_dict(self):
+        return {} if self.path is None else Snapshot(self.path).get_manifest()
+
+    def load_state_dict(self, state):
+        try:
+            state["phase"]
+        except KeyError:
+            Snapshot("memory://nothing").get_manifest()
+
+
+def frames_of(error):
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def test_traceback_keeps_the_frames_of_the_application(tmp_path):
+    with pytest.raises(SnapshotNotFoundError) as caught:
+        Snapshot.take(tmp_path / "s", {"curriculum": Opens("memory://nothing")})
+    assert "state_dict" in frames_of(caught.value)
+    made = Snapshot.take(tmp_path / "s", {"curriculum": Opens(None)})
+    with pytest.raises(SnapshotNotFoundError) as caught:
+        made.restore({"curriculum": Opens(None)})
+    assert "load_state_dict" in frames_of(caught.value)
+    assert isinstance(caught.value.__context__, KeyError)
+
+
+def test_traceback_keeps_the_error_that_the_application_handles(tmp_path):
+    def resume():
+        try:
+            raise RuntimeError("the node is gone")
+        except RuntimeError:
+            Snapshot(tmp_path / "missing").restore({"progress": StateDict(step=1)})
+
+    with pytest.raises(SnapshotNotFoundError) as caught:
+        resume()
+    assert str(caught.value.__context__) == "the node is gone"
+    assert not caught.value.__suppress_context__
+    assert len(frames_of(caught.value)) <= 4
+
+
+def test_a_mistyped_path_in_a_large_folder_is_compared_with_few_names(tmp_path, monkeypatch):
+    compared = []
+
+    def find(name, names, **options):
+        compared.append(len(names))
+        return difflib.get_close_matches(name, names, **options)
+
+    monkeypatch.setattr(mistakes, "difflib", SimpleNamespace(get_close_matches=find))
+    for number in range(3000):
+        (tmp_path / f"finetune{number:04}.log").touch()
+    (tmp_path / "fine\x1btune-3").touch()
+    Snapshot.take(tmp_path / "finetune-3", {"progress": StateDict(step=1)})
+    with pytest.raises(SnapshotNotFoundError, match=r"did you mean .*/finetune-3\?$"):
+        Snapshot(tmp_path / "finetnue-3").get_manifest()
+    assert compared == [mistakes.COMPARED]
+
+
+def test_a_link_to_nothing_is_not_named_as_what_was_meant(tmp_path):
+    (tmp_path / "latest").symlink_to(tmp_path / "gone")
+    with pytest.raises(SnapshotNotFoundError) as caught:
+        Snapshot(tmp_path / "latest").get_manifest()
+    assert "did you mean" not in str(caught.value)
