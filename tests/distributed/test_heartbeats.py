@@ -422,6 +422,8 @@ def test_expect_same_keys_names_the_rank_that_differs():
         expect_same_keys("key", [["a", ""], [], ["b"]])
     with pytest.raises(SnapshotError, match=r"got a on rank 0, b on rank 2$"):
         expect_same_keys("key", [["a"], ["a"], ["b"]])
+    with pytest.raises(SnapshotError, match=r"^base must .* got 1 base on rank 0, 0 on rank 1$"):
+        expect_same_keys("sign", [["", ""], [""]])
 
 
 def test_agreed_url_is_the_leaders_unless_each_host_has_its_own():
