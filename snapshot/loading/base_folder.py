@@ -233,9 +233,8 @@ def expect_unchanged(opened: Opened, requests: Sequence[ReadRequest], meter: Met
             f"{opened.url}: the manifest must have digests of what is in {opened.document.base}:{listed(lacking)}",
             faults=lacking,
         )
-    dry = [ReadRequest(each.name, each.stored, each.location, each.begin, each.end) for each in requests]
     try:
-        return fetch_requests(opened, dry, True, meter)
+        return fetch_requests(opened, [each.as_dry() for each in requests], True, meter)
     except CorruptSnapshotError as error:
         base, faults = opened.document.base, list(error.faults)
         for location in {each.location for each in requests}:

@@ -64,6 +64,10 @@ class ReadRequest(msgspec.Struct, gc=False):
     opens: Callable[[TensorEntry], list[ReadRequest]] | None = None
     """For a packed tensor that must be located: returns the requests for its elements, once their place is known."""
 
+    def as_dry(self) -> ReadRequest:
+        """Return a request for the same range that only verifies it, and places nothing."""
+        return ReadRequest(self.name, self.stored, self.location, self.begin, self.end)
+
 
 class SharedRanges:
     """Requests for the same range become one request, also if they are for different tensors."""

@@ -186,12 +186,7 @@ class Restore:
                 from snapshot.loading.archive_checksums import expect_archive_checksums  # read by `atomic` alone
 
                 expect_archive_checksums(self._opened, (request.stored for request in reads.requests))
-                dry = [
-                    ReadRequest(request.name, request.stored, request.location, request.begin, request.end)
-                    for request in reads.requests
-                ]
-                first = self._fetch(dry, verify=True)
-                seen.add(first)
+                seen.add(self._fetch([request.as_dry() for request in reads.requests], verify=True))
             if waits:
                 self._expect_all()
             result = self._fetch_shared(reads.requests, common)

@@ -132,7 +132,7 @@ class Target:
             raise ValueError(f"to must be {_choices()}, got {self.to!r}")
         expect_positive("shard_bytes", self.shard_bytes)
         expect_mapping(self.storage_options)
-        if isinstance(self.files, Mapping) or not isinstance(self.files, (str, os.PathLike)):
+        if not isinstance(self.files, (str, os.PathLike)):
             ExtraFiles(self.files)  # a folder may be on the host of rank 0 only
         compression: object = self.compression
         if compression == "auto":
