@@ -216,6 +216,8 @@ class Fallback:
                 return ChosenStep(step, self._told(), self._shares_with(step), self._found.place(step))
             self._pass_over(step, fault)
         self._found.expect_all_known()
+        if not self._seen.committed:
+            self._tell_of_none()
         return ChosenStep(None, self._told())
 
     def _next(self) -> tuple[int, str] | None:
@@ -232,16 +234,16 @@ class Fallback:
             if candidate is None or run(self._root.counts(candidate[0], self._seen.committed[candidate[0]])):
                 break
             log.info("%s: passed over: it is off the line of the run", self._root.step_url(candidate[0]))
-        if candidate is None and not self._seen.committed:
-            if some := ", ".join(f"step-{step}" for step in self._seen.others[-5:]):
-                log.warning("%s: nothing to restore: there is no finished snapshot in %s", self._root.url, some)
-            elif run(self._root.is_snapshot()):
-                raise SnapshotNotFoundError(
-                    f"{self._root.url}: is a snapshot; pass the folder that it is in as the root"
-                )
-            else:
-                log.info("%s: nothing to restore: there are no steps, so this is a new run", self._root.url)
         return candidate
+
+    def _tell_of_none(self) -> None:
+        """Log that the root has no step, and raise SnapshotNotFoundError if it is a step itself."""
+        if some := ", ".join(f"step-{step}" for step in self._seen.others[-5:]):
+            log.warning("%s: nothing to restore: there is no finished snapshot in %s", self._root.url, some)
+        elif run(self._root.is_snapshot()):
+            raise SnapshotNotFoundError(f"{self._root.url}: is a snapshot; pass the folder that it is in as the root")
+        else:
+            log.info("%s: nothing to restore: there are no steps, so this is a new run", self._root.url)
 
     def _look(self, before: int | None) -> None:
         """Look at the next newest folders, which become candidates."""
