@@ -21,8 +21,9 @@ class Settings:
     direct_io: str = "auto"
     """Use of direct I/O for bulk data: `auto`, `always` or `never`.
 
-    `auto` uses it for durable writes, and for reads of files that are not in the page cache, if the file system
-    supports it. Ranks of one host that read the same bytes read them through the page cache.
+    `auto` uses it, if the file system supports it, for durable writes unless at least half of the memory is free, and
+    for reads of files that are not in the page cache. Ranks of one host that read the same bytes read them through the
+    page cache.
     """
     file_io: str = "auto"
     """System calls for data files: `auto` or `portable`.
@@ -33,7 +34,7 @@ class Settings:
     lanes: int = 0
     """Number of threads for data files. 0 means the number of cores, at most 4; or up to 12, if each process has more.
 
-    Without direct I/O, half as many files are written at once, but at least 2. Reads use 4 threads, or up to 8 for an
+    On files, half as many are written at once, but at least 2. Reads use 4 threads, or up to 8 for an
     accelerator.
     """
     io_threads: int = 0

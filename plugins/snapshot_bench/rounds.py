@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from snapshot.errors import StorageError
-from snapshot.io.arena import available_memory
+from snapshot.io.host_memory import available_memory
 from snapshot.io.loop import run
 from snapshot.io.session import Session
 from snapshot.io.storage import map_exceptions

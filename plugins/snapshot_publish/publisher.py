@@ -18,7 +18,7 @@ from snapshot.errors import CommitUnknown, CorruptSnapshotError, SnapshotError, 
 from snapshot.events import emit, log, warn
 from snapshot.formats.hugging_face import INDEX, ExtraFiles, read_header
 from snapshot.io.aio import gather_limited, in_thread, shielded
-from snapshot.io.arena import total_memory
+from snapshot.io.host_memory import total_memory
 from snapshot.io.loop import in_own_thread, refuse_on_loop, run, work_on
 from snapshot.io.registry import open_storage
 from snapshot.io.session import Session

@@ -20,7 +20,7 @@ import torch
 from snapshot.cli.arguments import add_json, add_storage, count, environment, options_of, size
 from snapshot.cli.screen import Column, ExitStatus, ScreenTable, emit, paint, printable, say
 from snapshot.errors import SnapshotError, StorageConflictError, StorageNotFoundError
-from snapshot.io.arena import available_memory
+from snapshot.io.host_memory import available_memory
 from snapshot.io.loop import run as wait
 from snapshot.io.registry import open_storage
 from snapshot.io.storage import ABSENT, Storage

@@ -21,49 +21,11 @@ import torch
 from snapshot.errors import system_limits
 from snapshot.events import log
 from snapshot.io.accelerators import on_stream, side_stream
+from snapshot.io.host_memory import total_memory
 from snapshot.io.system import PerProcess, libc, map_memory
 from snapshot.settings import Settings
 from snapshot.tensors.memory import address_of, populate_pages
 from snapshot.text import counted
-
-# Total and available memory of the host.
-
-
-def available_memory() -> int:
-    """Return the memory that this process may still use: of the host, or of its control group if that is less."""
-    free = _meminfo("MemAvailable")
-    for limit, usage in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            with open(limit) as most, open(usage) as used:
-                free = min(free, int(most.read()) - int(used.read()))
-        except (OSError, ValueError):
-            continue
-    return max(free, 0)
-
-
-def _meminfo(name: str) -> int:
-    try:
-        with open("/proc/meminfo") as lines:
-            return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
-    except (OSError, StopIteration):  # not Linux
-        total = _physical_memory()
-        return total if name == "MemTotal" else total // 2
-
-
-def _physical_memory() -> int:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):  # Windows
-        return 8 << 30
-
-
-def total_memory() -> int:
-    """Return the host's total memory."""
-    return _meminfo("MemTotal")
-
 
 # Pinned memory: host memory that an accelerator's driver copies directly, near the accelerator.
 #

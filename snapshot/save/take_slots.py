@@ -10,8 +10,9 @@ from typing import Any
 
 from snapshot.errors import SnapshotBusyError
 from snapshot.io.aio import Latch
-from snapshot.io.arena import arena, available_memory
+from snapshot.io.arena import arena
 from snapshot.io.budget import Pool
+from snapshot.io.host_memory import available_memory
 from snapshot.io.system import PerProcess
 from snapshot.settings import MiB, Settings
 from snapshot.text import counted

@@ -25,7 +25,8 @@ from snapshot.errors import StorageError
 from snapshot.loading import shared_reads
 from snapshot.storages.file import files
 from snapshot.storages.file.file_storage import FileStorage
-from snapshot.storages.file.files import drop_cache, open_direct
+from snapshot.storages.file.files import open_direct
+from snapshot.storages.file.page_cache import drop_cache
 from snapshot.testing import Fault, tapped
 from snapshot_merge import MergeOptions, merge
 from tests.helpers.arguments import for_restore

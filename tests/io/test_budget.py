@@ -6,8 +6,9 @@ import threading
 import pytest
 
 from snapshot.io.aio import run_inline
-from snapshot.io.arena import GRAIN, Arena, available_memory, total_memory
+from snapshot.io.arena import GRAIN, Arena
 from snapshot.io.budget import MemoryBudget, Pool
+from snapshot.io.host_memory import available_memory, total_memory
 
 
 def test_memory_budget_grants_requests_in_order():

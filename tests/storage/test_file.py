@@ -21,6 +21,7 @@ from snapshot.storages.file.files import OpenFile
 from snapshot.storages.file.portable import JOINED
 from snapshot.testing import StorageTests
 from snapshot.testing.conformance import aligned, fetch, pattern, store
+from tests.storage.direct import require_direct
 
 MiB = 1 << 20
 
@@ -79,18 +80,6 @@ class TestFileAroundThePageCache(FileTests):
     def context(self, tmp_path):
         require_direct(tmp_path)
         return Context(direct_io="always")
-
-
-def require_direct(folder):
-    """Skip where files cannot be written around the page cache: there is nothing to test."""
-    if not hasattr(os, "O_DIRECT"):
-        pytest.skip("this platform has no O_DIRECT")
-    try:
-        descriptor = os.open(folder / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
-    except OSError as error:
-        pytest.skip(f"this file system refuses O_DIRECT: {error.strerror}")
-    os.close(descriptor)
-    os.unlink(folder / "probe")
 
 
 def opened(folder, **context):

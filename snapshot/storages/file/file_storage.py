@@ -42,7 +42,6 @@ from snapshot.storages.file.files import (
     LocalFileWriter,
     OpenFile,
     buffer_length,
-    drop_cache,
     expect_token,
     file_token,
     find_link,
@@ -55,19 +54,13 @@ from snapshot.storages.file.files import (
     transfer_vectored,
     write_all,
 )
+from snapshot.storages.file.page_cache import CachedFile, drop_cache, page_cache
 
 T = TypeVar("T")
 MiB = 1 << 20
-_BUFFERED = Limits(preferred_part=8 * MiB, parallel_parts=4, parts_per_file=1, merge_gap=64 << 10)
+_BUFFERED = Limits(parts_per_file=1)
 """Limits through the page cache. One write per file: the kernel lets a second one spin until the first is done."""
-_DIRECT = Limits(
-    preferred_part=8 * MiB,
-    parallel_parts=4,
-    parallel_files=1,
-    multiple=files.PAGE,
-    alignment=files.PAGE,
-    merge_gap=64 << 10,
-)
+_DIRECT = Limits(multiple=files.PAGE, alignment=files.PAGE)
 
 _UNSAFE = re.compile(
     r'[\\:*?"<>|\0-\37]|(^|/)(con|prn|aux|nul|con(in|out)\$|(com|lpt)[\d\xb9\xb2\xb3])(\.|/|$)|[. ](/|$)', re.IGNORECASE
@@ -78,8 +71,9 @@ _UNSAFE = re.compile(
 class FileStorage(Storage):
     """Files below a folder: `file:///folder` or a plain path, without `storage_options`.
 
-    Durable files are written with O_DIRECT if the file system allows it (`SNAPSHOT_DIRECT_IO`). Files and their folders
-    are synced. Long reads use O_DIRECT, too, unless the bytes are cached, or other ranks of the host read them.
+    Durable files are written with O_DIRECT if the file system allows it (`SNAPSHOT_DIRECT_IO`), or stay in the page
+    cache if memory is ample. Files and their folders are synced. Long reads use O_DIRECT, too, unless the bytes are
+    cached, or other ranks of the host read them.
     """
 
     def __init__(self, url: URL, options: Mapping[str, Any], context: Context) -> None:
@@ -92,6 +86,8 @@ class FileStorage(Storage):
         self._opened: list[OpenFile] = []
         self._folders = Folders(self._root, durable=context.durable)
         self._direct_io = context.direct_io
+        self._take = object()
+        """Stands for the take whose files may stay in the page cache."""
         self._portable = context.file_io == "portable" or not VECTORED
         if self._portable:
             self.capabilities = replace(self.capabilities, blocking=False)
@@ -100,13 +96,22 @@ class FileStorage(Storage):
 
     @cached_property
     def limits(self) -> Limits:  # type: ignore[override]
-        """Aligned parts of one file with O_DIRECT, else any parts of several files."""
+        """Aligned parts with O_DIRECT, else any. The number of files is the same, so it does not depend on memory."""
+        lanes = self.context.lanes  # a copy of the page cache takes a core
+        limits = _BUFFERED if self._cached or not self._around_cache else _DIRECT
+        return replace(limits, parallel_parts=max(4, lanes), parallel_files=max(2, lanes // 2))
+
+    @cached_property
+    def _around_cache(self) -> bool:
+        """True if durable files may be written with O_DIRECT."""
         always = self.context.direct_io == "always"
         wanted = self.context.direct_io != "never" and (self.context.durable or always)
-        if wanted and not self._portable and files.is_worthwhile(self._root, always=always):
-            return _DIRECT
-        lanes = self.context.lanes  # a copy of the page cache takes a core
-        return replace(_BUFFERED, parallel_parts=max(4, lanes), parallel_files=max(2, lanes // 2))
+        return wanted and not self._portable and files.is_worthwhile(self._root, always=always)
+
+    @cached_property
+    def _cached(self) -> bool:
+        """True if they are written through the page cache all the same, and stay there, since memory is ample."""
+        return self._around_cache and self.context.direct_io == "auto" and page_cache.get().is_ample()
 
     def _path(self, path: str) -> str:
         check_path(path)
@@ -133,7 +138,8 @@ class FileStorage(Storage):
         full = self._path(path)
         self._refuse_links(path)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | CLOEXEC | NOFOLLOW
-        is_direct = self.limits.alignment > 1 and size >= MiB
+        cached = CachedFile(full, self._take) if self._cached and size >= MiB else None
+        is_direct = self._around_cache and cached is None and size >= MiB
 
         def attempt() -> int:
             nonlocal is_direct
@@ -160,6 +166,7 @@ class FileStorage(Storage):
             self._folders,
             around_cache=is_direct,
             durable=self.context.durable,
+            cached=cached,
         )
 
     def share_reads(self) -> None:

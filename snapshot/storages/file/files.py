@@ -24,7 +24,6 @@ from snapshot.io.system import (
     NONBLOCK,
     WINDOWS,
     fcntl,
-    libc,
     link,
     remove_file,
     sync_file,
@@ -33,12 +32,13 @@ from snapshot.io.system import (
     try_lock_folder,
 )
 from snapshot.io.url import URL
+from snapshot.storages.file.page_cache import CachedFile, start_writeback
 from snapshot.tensors.memory import copy_memory
 
 # O_DIRECT for bulk bytes, if the file system allows it and it is faster.
 #
-# Durable writes are steadier, and leave the page cache to the training job. Cold reads are faster. File systems that
-# are not local, or that refuse it, are used through the page cache, without a warning.
+# Writes are steadier, and leave the page cache to the training job where memory is not ample (`page_cache`). Cold reads
+# are faster. File systems that are not local, or that refuse it, are used through the page cache, without a warning.
 
 PAGE = 4096
 WORTH = 1 << 20
@@ -175,12 +175,6 @@ def read_bounced(descriptor: int, offset: int, buffers: Sequence[Buffer], total:
         if done < length:
             break
     return got
-
-
-def start_writeback(descriptor: int, offset: int, length: int) -> None:
-    """Start to flush a range to disk, so that `fsync` has less to do."""
-    if libc.sync_file_range is not None:
-        libc.sync_file_range(descriptor, ctypes.c_int64(offset), ctypes.c_int64(length), ctypes.c_uint(2))
 
 
 # Files as descriptors: complete vectored calls, open files, folders that are synced or locked.
@@ -333,18 +327,6 @@ def find_link(root: str, folder: str) -> str | None:
         if os.path.islink(full) or _is_junction(full):
             return full
     return None
-
-
-def drop_cache(path: str) -> None:
-    """Drop a file from the page cache, after flushing it: dirty pages would stay."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    descriptor = os.open(path, os.O_RDONLY | CLOEXEC)
-    try:
-        sync_file(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
@@ -688,7 +670,16 @@ class LocalFileWriter(FileWriter):
     """Writer of parts at any offset, through an open descriptor."""
 
     def __init__(
-        self, url: URL, full: str, descriptor: int, size: int, folders: Folders, *, around_cache: bool, durable: bool
+        self,
+        url: URL,
+        full: str,
+        descriptor: int,
+        size: int,
+        folders: Folders,
+        *,
+        around_cache: bool,
+        durable: bool,
+        cached: CachedFile | None = None,
     ) -> None:
         self._url = url
         self._full = full
@@ -697,6 +688,7 @@ class LocalFileWriter(FileWriter):
         self._folders = folders
         self._around_cache = around_cache
         self._durable = durable
+        self._cached = cached
         self._closed = False
 
     async def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
@@ -723,8 +715,10 @@ class LocalFileWriter(FileWriter):
         end = transfer_vectored(os.pwritev, self._descriptor, buffers, offset, total)
         if end < offset + total:
             raise OSError(errno.EIO, f"write failed: {end - offset} of {total} bytes at offset {offset} were written")
-        if self._durable and total >= MiB:
-            start_writeback(self._descriptor, offset, end - offset)
+        if self._cached is not None:
+            self._cached.wrote(self._descriptor, offset, total)
+        elif self._durable and total >= MiB:
+            start_writeback(self._descriptor, offset, total)
 
     async def finish(self) -> None:
         with map_exceptions(self._url):
@@ -734,6 +728,8 @@ class LocalFileWriter(FileWriter):
         os.ftruncate(self._descriptor, self._size)
         if self._durable:
             sync_file(self._descriptor)
+        if self._cached is not None:
+            self._cached.synced(self._descriptor)
         self._close()
         self._folders.mark_finished(self._full)
 

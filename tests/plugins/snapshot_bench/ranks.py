@@ -21,7 +21,7 @@ from snapshot import RestoreOptions, Snapshot, StateDict, TakeOptions, Target
 from snapshot.cli.screen import say
 from snapshot.distributed.exchange import solo_exchange
 from snapshot.errors import SnapshotError
-from snapshot.io.arena import available_memory
+from snapshot.io.host_memory import available_memory
 from snapshot.io.url import options_from_environment
 from snapshot.testing import tapped
 from snapshot.text import size_text
