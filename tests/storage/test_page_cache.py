@@ -113,27 +113,43 @@ def test_files_leave_the_page_cache_when_memory_gets_short_during_the_take(tmp_p
     expect_restored(path)
 
 
-def test_files_of_earlier_takes_leave_first_and_the_oldest_of_them_before_the_others(tmp_path, used):
-    first, second = take(tmp_path / "a", 1), take(tmp_path / "b", 2)
-    assert {*shares(first), *shares(second)} == {1.0}
-    files_of_one = len(data_files(first))
-    used[:] = [20, *[76] * files_of_one, 74]
-    third = take(tmp_path / "c", 3)
+def test_files_of_the_take_before_leave_as_the_next_one_is_written(tmp_path, used):
+    paths = [take(tmp_path / f"step-{seed}", seed) for seed in range(3)]
+    assert set(shares(paths[-1])) == {1.0}
+    for path in paths[:-1]:
+        assert max(shares(path)) < 0.5
+    for seed, path in enumerate(paths):
+        expect_restored(path, seed)
+
+
+def test_files_of_earlier_takes_leave_before_those_of_a_take_that_runs_out_of_memory(tmp_path, used):
+    first = take(tmp_path / "a", 1)
+    used[:] = [20, 76, 76, 76, 76, 76, 76, 74]  # more than the first take has
+    second = take(tmp_path / "b", 2)
     assert set(shares(first)) == {0.0}
-    assert {*shares(second), *shares(third)} == {1.0}
-    for seed, path in enumerate((first, second, third), 1):
+    assert 0.0 in shares(second)
+    used[:] = [20]
+    third = take(tmp_path / "c", 3)
+    used[:] = [20, 76, 74]
+    fourth = take(tmp_path / "d", 4)
+    assert max(shares(third)) < 0.5
+    assert set(shares(fourth)) == {1.0}
+    for seed, path in enumerate((first, second, third, fourth), 1):
         expect_restored(path, seed)
 
 
 def test_memory_of_earlier_takes_counts_as_free_unless_they_were_deleted(tmp_path, monkeypatch):
-    held = 200 * MiB  # the page cache of the first take makes the difference
-    monkeypatch.setattr(page_cache, "memory_in_use", lambda: [(held, 60 * MiB)])
+    def in_use(nbytes):
+        monkeypatch.setattr(page_cache, "memory_in_use", lambda: [(200 * MiB, nbytes)])
+
+    in_use(60 * MiB)
     first = take(tmp_path / "a")
     assert set(shares(first)) == {1.0}
-    monkeypatch.setattr(page_cache, "memory_in_use", lambda: [(held, 130 * MiB)])
-    assert set(shares(take(tmp_path / "b"))) == {1.0}
+    in_use(130 * MiB)  # 48 MiB of it are those of the first take
+    second = take(tmp_path / "b")
+    assert set(shares(second)) == {1.0}
     shutil.rmtree(first)
-    shutil.rmtree(tmp_path / "b")
+    shutil.rmtree(second)
     assert set(shares(take(tmp_path / "c"))) == {0.0}
 
 
@@ -160,7 +176,7 @@ def test_layout_does_not_depend_on_free_memory_or_direct_io(tmp_path, monkeypatc
 def test_read_back_reads_from_disk_what_was_in_the_page_cache(tmp_path, used):
     path = tmp_path / "a"
     Snapshot.take(str(path), {"model": tensors()}, options=TakeOptions(read_back=True))
-    assert max(shares(path)) < 1.0  # it was dropped before it was read
+    assert max(shares(path)) < 1.0, "it was dropped before it was read"
     expect_restored(path)
 
 

@@ -1,9 +1,9 @@
 """The files of the newest take stay in the page cache while memory is free, so that a restart reads them from there.
 
 Bytes go to the page cache if at least half of the memory is free when the take begins, and are flushed as they arrive.
-A quarter stays free: files of earlier takes are dropped from the cache for it, and if that is not enough, the rest of
-this take, too. So nothing that a training reads is evicted. Without that much free memory, O_DIRECT leaves the page
-cache alone.
+The files of the take before leave at the same pace, so their memory is used again. A quarter of the memory stays free:
+if there is less, the rest of this take leaves, too. So nothing that a training reads is evicted. Without that much free
+memory, O_DIRECT leaves the page cache alone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import ctypes
 import errno
 import os
 import threading
+from typing import NamedTuple
 
 from snapshot.io.host_memory import memory_in_use
 from snapshot.io.system import CLOEXEC, PerProcess, drop_oldest, libc, sync_file
@@ -30,54 +31,67 @@ _START, _COMPLETE = 2, 7
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ESPIPE)
 
 
+class _Left(NamedTuple):
+    """A file that a take left in the page cache, from `begin` on."""
+
+    take: object
+    begin: int
+    size: int
+
+
 class PageCache:
     """The files that takes of this process left in the page cache."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._files: dict[str, tuple[object, int]] = {}
-        """Take and size of each file, oldest first."""
+        self._files: dict[str, _Left] = {}
+        """Oldest first."""
         self._unchecked = 0
         self._room = True
 
     def is_ample(self) -> bool:
-        """Return True if the bytes of a take that begins now should stay. Those of earlier ones may go for it."""
+        """Return True if the bytes of a take that begins now should stay. Those of earlier ones leave for it."""
         if libc.sync_file_range is None:
             return False
         with self._lock:
             for full in [full for full in self._files if not os.path.exists(full)]:
                 del self._files[full]
-            ours = sum(size for _, size in self._files.values())
+            ours = sum(left.size - left.begin for left in self._files.values())
         return _is_free(AMPLE, ours)
 
     def has_room(self, nbytes: int, take: object) -> bool:
-        """Return True if `nbytes` that a take has just written may stay.
-
-        For its reserve, files of other takes are dropped first, oldest first.
-        """
+        """Return True if `nbytes` that a take has just written may stay. As many bytes of earlier takes leave."""
         with self._lock:
             self._unchecked += nbytes
             if self._unchecked >= STRIDE:
+                self._leave(self._unchecked, take)
                 self._unchecked = 0
-                while not (enough := _is_free(RESERVE)) and self._drop_one(take):
+                while not (enough := _is_free(RESERVE)) and self._leave(STRIDE, take):
                     pass
                 self._room = enough
             return self._room
 
-    def _drop_one(self, take: object) -> bool:
-        earlier = next((full for full, (whose, _) in self._files.items() if whose is not take), None)
-        if earlier is None:
-            return False
-        del self._files[earlier]
-        with contextlib.suppress(OSError):  # such as a file that was deleted since, which freed its memory
-            drop_cache(earlier)
+    def _leave(self, nbytes: int, take: object) -> bool:
+        """Drop bytes of other takes, the oldest first. Return False if there are none."""
+        while nbytes > 0:
+            full, left = next(((full, left) for full, left in self._files.items() if left.take is not take), ("", None))
+            if left is None:
+                return False
+            step = min(nbytes, left.size - left.begin)
+            nbytes -= step
+            self._files[full] = left = left._replace(begin=left.begin + step)
+            if left.begin == left.size:
+                del self._files[full]
+            with contextlib.suppress(OSError):  # such as a file that was deleted since, which freed its memory
+                # From its first byte on, since a large page that an earlier call met in part is still there.
+                drop_cache(full, left.begin if full in self._files else 0)
         return True
 
     def keep(self, full: str, take: object, size: int) -> None:
         """Record a finished file that stays in the page cache."""
         with self._lock:
             self._files.pop(full, None)
-            self._files[full] = take, size
+            self._files[full] = _Left(take, 0, size)
             drop_oldest(self._files, MOST)
 
 
@@ -127,14 +141,14 @@ def start_writeback(descriptor: int, offset: int, length: int) -> None:
         _flush(descriptor, offset, length, _START)
 
 
-def drop_cache(path: str) -> None:
-    """Drop a file from the page cache, after flushing it: dirty pages would stay."""
+def drop_cache(path: str, nbytes: int = 0) -> None:
+    """Drop a file, or its first bytes, from the page cache, after flushing it: dirty pages would stay."""
     if not hasattr(os, "posix_fadvise"):
         return
     descriptor = os.open(path, os.O_RDONLY | CLOEXEC)
     try:
         sync_file(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(descriptor, 0, nbytes, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
 
