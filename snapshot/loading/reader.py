@@ -17,6 +17,7 @@ from snapshot.io.accelerators import await_current_streams
 from snapshot.io.aio import in_thread, inline, pop_first, run_inline, shielded
 from snapshot.io.loop import cancel_all, run
 from snapshot.io.storage import Buffer
+from snapshot.io.system import count_cores
 from snapshot.loading.device_fills import DEVICE_LANES, DEVICE_PART, DeviceFills, PartFill
 from snapshot.loading.open import Opened
 from snapshot.loading.read_requests import BlockCheck, ReadRequest, slot_bytes
@@ -134,7 +135,7 @@ class Reader:
                 self._lanes = min(self._lanes, DEVICE_LANES)
                 self._part = max(BLOCK, min(self._device_part, self._budget.limit // (self._lanes + 1)))
             elif self._blocking:
-                self._lanes = min(self._lanes, HOST_LANES)
+                self._lanes = min(self._lanes, HOST_LANES, count_cores() + 1)  # what is cached takes a core
             most = SHARES if self._blocking else len(requests)
             parts.extend(plan_reads(requests, self._part, self._gap, most))
             if self._verify:

@@ -23,6 +23,7 @@ from tests.plugins.snapshot_bench import (
     object_store,
     planning_scale,
     ranks,
+    restart,
     scale,
     tiers,
     trainer,
@@ -38,6 +39,7 @@ AT_A_PLACE: dict[str, tuple[str, Callable[[Workspace, float, int], Lines]]] = {
     "load": ("tensors of a checkpoint into new memory, by this library and by others", formats.compare_loads),
     "maps": ("exports with tensor maps, and raw reads and writes", formats.compare_maps),
     "merge": ("a merge of three checkpoints, and a raw read of three and a write of one", formats.compare_merges),
+    "restart": ("durable takes, the first restore after each, and raw I/O", restart.compare),
     "tiers": ("takes, steps and restores with near folders, and raw transfers", tiers.compare),
     "trainer": (
         "time that saves block Hugging Face's Trainer: its own, and this library's",

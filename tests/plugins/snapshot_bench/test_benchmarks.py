@@ -129,6 +129,10 @@ def test_dcp_benchmark_measures_each_storage(tmp_path: Path, measured: Callable[
     [
         ("foreign", {"raw read and write", "snapshot", "snapshot, with moments"}),
         ("formats", {"dcp.load", "snapshot, of dcp", "torch.load(mmap)", "snapshot, of torch", "convert to dcp"}),
+        (
+            "restart",
+            {"durable take, auto", "restore after it, auto", "restore after it, always", "raw write, O_DIRECT"},
+        ),
         ("load", {"raw read into new memory", "snapshot.load(snapshot)", "safetensors load_file, copied"}),
         ("compression", {"compress", "decompress", "take, zstd", "restore, zstd", "auto"}),
         ("sign", {"raw write", "take(sign=)", "restore with a key", "sign later", "async_take(sign=) and wait"}),
