@@ -1,9 +1,10 @@
 """The files of the newest take stay in the page cache while memory is free, so that a restart reads them from there.
 
 Bytes go to the page cache if at least half of the memory is free when the take begins, and are flushed as they arrive.
-The files of the take before leave at the same pace, so their memory is used again. A quarter of the memory stays free:
-if there is less, the rest of this take leaves, too. So nothing that a training reads is evicted. Without that much free
-memory, O_DIRECT leaves the page cache alone.
+Those of the take before stay until this one is whole; older ones leave at the pace of the writes, so that their memory
+is used again. A quarter of the memory stays free: if there is less, first earlier takes leave, then the
+rest of this one. So nothing that a training reads is evicted. Without that much free memory, O_DIRECT leaves the page
+cache alone.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import ctypes
 import errno
 import os
 import threading
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from snapshot.io.host_memory import memory_in_use
 from snapshot.io.system import CLOEXEC, PerProcess, drop_oldest, libc, sync_file
+from snapshot.settings import Settings
 
 AMPLE = 1 / 2
 """The share of the memory that is free at the beginning of a take whose bytes stay in the page cache."""
@@ -57,24 +60,25 @@ class PageCache:
             for full in [full for full in self._files if not os.path.exists(full)]:
                 del self._files[full]
             ours = sum(left.size - left.begin for left in self._files.values())
-        return _is_free(AMPLE, ours)
+        return _is_free(AMPLE, ours * Settings.processes())  # the other ranks of this host have about as much
 
     def has_room(self, nbytes: int, take: object) -> bool:
-        """Return True if `nbytes` that a take has just written may stay. As many bytes of earlier takes leave."""
+        """Return True if `nbytes` that a take has just written may stay. As many bytes of older takes leave."""
         with self._lock:
             self._unchecked += nbytes
             if self._unchecked >= STRIDE:
-                self._leave(self._unchecked, take)
+                earlier = list(dict.fromkeys(left.take for left in self._files.values() if left.take is not take))
+                self._leave(self._unchecked, earlier[:-1])
                 self._unchecked = 0
-                while not (enough := _is_free(RESERVE)) and self._leave(STRIDE, take):
+                while not (enough := _is_free(RESERVE)) and self._leave(STRIDE, earlier):
                     pass
                 self._room = enough
             return self._room
 
-    def _leave(self, nbytes: int, take: object) -> bool:
-        """Drop bytes of other takes, the oldest first. Return False if there are none."""
+    def _leave(self, nbytes: int, takes: Sequence[object]) -> bool:
+        """Drop bytes of some takes, those of the oldest files first. Return False if there are none."""
         while nbytes > 0:
-            full, left = next(((full, left) for full, left in self._files.items() if left.take is not take), ("", None))
+            full, left = next(((full, left) for full, left in self._files.items() if left.take in takes), ("", None))
             if left is None:
                 return False
             step = min(nbytes, left.size - left.begin)
