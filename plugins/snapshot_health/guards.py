@@ -31,8 +31,9 @@ from snapshot.save.findings import KEY, NOTED, Finding, Guards
 from snapshot.save.observers import TakeView
 from snapshot.state.leaves import FlatState, Leaf
 from snapshot.state.model_state import ModuleMap
+from snapshot.tensors.buffers import wrap_memory
 from snapshot.tensors.composite import is_freed
-from snapshot.tensors.memory import BY_NAME, NAMES, find_local_tensor, is_plain, wrap_memory
+from snapshot.tensors.memory import BY_NAME, NAMES, find_local_tensor, is_plain
 from snapshot.text import counted, listed
 from snapshot_health.parameter_roles import (
     Member,

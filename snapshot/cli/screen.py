@@ -335,6 +335,15 @@ def say(text: str) -> None:
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
+def repr_text(value: Any) -> str:
+    """Return a value's repr; if that fails, its type and the error."""
+    try:
+        return repr(value)
+    except Exception as error:  # noqa: BLE001 - repr may be any code
+        kind = type(value)
+        return f"<a {kind.__module__}.{kind.__qualname__} that cannot be printed: {type(error).__name__}: {error}>"
+
+
 def ask(question: str) -> bool:
     """Return True if the user at the terminal answers yes; False without a terminal."""
     if not (sys.stdin and sys.stdin.isatty()):

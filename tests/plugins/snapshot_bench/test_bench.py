@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from snapshot.cli import main
 from snapshot_bench import raw_io
-from snapshot_bench.bench_verb import header
+from snapshot_bench.measuring import header
 from snapshot_bench.results import compute_goodput, draw_page, draw_result, goodput_title
 from snapshot_bench.startup import install_others, startup_text
 from snapshot_bench.workloads import CASES
