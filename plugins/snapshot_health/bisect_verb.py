@@ -9,7 +9,6 @@ from snapshot.cli.screen import ExitStatus, emit_report
 from snapshot.errors import SnapshotNotFoundError
 from snapshot.io.loop import run as on_loop
 from snapshot.io.url import URL
-from snapshot.manager.root import Root
 
 DESCRIPTION = (
     "Find the first step of a run with a bad state, such as NaN. The oldest step counts as good, and a bad state must "
@@ -41,7 +40,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """Bisect the run at the URL."""
-    from snapshot.snapshot import Snapshot  # these need torch, and the help does not
+    from snapshot.manager.root import Root
+    from snapshot.snapshot import Snapshot  # with torch, which the help does not need
     from snapshot_health.bisection import expect_steps, find_check, find_first_bad
 
     options = options_of(arguments)

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from snapshot.cli.arguments import (
     add_json,
@@ -23,7 +23,9 @@ from snapshot.cli.locate import find_metadata
 from snapshot.cli.ranks import on_ranks
 from snapshot.cli.screen import ExitStatus, bar, emit, line, mute_torch_warnings, paint
 from snapshot.errors import SnapshotNotFoundError
-from snapshot.reports import Change, Diff
+
+if TYPE_CHECKING:
+    from snapshot.reports import Change, Diff
 
 STYLES = {"added": "green", "removed": "red", "changed": "yellow", "renamed": "cyan"}
 SHOWN = 200

@@ -10,14 +10,12 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
-from snapshot.formats.mistakes import describe_parent
 from snapshot.io.loop import run
 from snapshot.io.registry import open_storage
 from snapshot.io.session import Session
 from snapshot.io.url import URL
 from snapshot.loading.open import checkpoint_exists, open_checkpoint
 from snapshot.manifest.document import SnapshotMetadata
-from snapshot.save.transaction import save_id_of
 from snapshot.text import counted
 
 T = TypeVar("T")
@@ -122,6 +120,8 @@ def _instead(url: URL, options: Mapping[str, Any] | None) -> str:
             return f", only interrupted or running takes: {_few(unfinished)}"
         if names:
             return f", nor a checkpoint of another library; found {_few(names)}"
+        from snapshot.formats.mistakes import describe_parent  # only an error needs it
+
         with Session(url, options) as session:
             beside = run(describe_parent(url, session.open_beside))
         return f": {beside}" if beside else ""
@@ -131,6 +131,8 @@ def _instead(url: URL, options: Mapping[str, Any] | None) -> str:
 
 def _holds_save_files(url: URL, options: Mapping[str, Any] | None, names: Sequence[str] | None = None) -> bool:
     """Return True if a take has left files directly at a URL."""
+    from snapshot.save.transaction import save_id_of  # only an error needs it
+
     names = list_names(url, options) if names is None else names
     data = list_names(url.join("data"), options) if "data/" in names else []
     return any(save_id_of(name) for name in [*names, *(f"data/{name}" for name in data)])

@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from snapshot.errors import RestoreError, SnapshotError, SnapshotExistsError
 from snapshot.io.url import URL
-from snapshot.progress import Progress
-from snapshot.reports import Report
+
+if TYPE_CHECKING:
+    from snapshot.progress import Progress
+    from snapshot.reports import Report
 
 # Exit status of the command: in one place, since scripts depend on it.
 
