@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+GENERATOR = "Generator"
+"""`kind` of torch's random number generators."""
+
 
 def class_name(kind: type) -> str:
     """Return the module and the qualified name of a class."""

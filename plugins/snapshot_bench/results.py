@@ -10,7 +10,7 @@ from typing import Any
 
 from snapshot.manager.schedule import lost_share, young_interval
 from snapshot.text import counted, duration_text, size_text
-from snapshot_bench.workloads import INCREMENTAL
+from snapshot_bench.names import INCREMENTAL
 
 # Results of `snapshot bench`, as values and as text.
 

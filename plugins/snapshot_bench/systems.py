@@ -438,7 +438,6 @@ SYSTEMS: dict[str, type[Competitor]] = {
     "dcp": DCP,
     "torchsnapshot": TorchSnapshot,
 }
-PEERS = tuple(name for name, kind in SYSTEMS.items() if kind.kind == "peer")
 
 
 def build_system(name: str, payload: Payload) -> Competitor:

@@ -11,6 +11,8 @@ import torch
 import xxhash
 from torch import nn
 
+from snapshot_bench import names
+
 MiB = 1 << 20
 SEED = 20_240_229
 CPU = torch.device("cpu")
@@ -171,19 +173,19 @@ def _train_bytes(scale: float) -> int:
 CASES = {
     case.name: case
     for case in (
-        Case("large", "4 float32 tensors of 256 MiB", lambda s: int(1024 * MiB * s), _large, BULK),
-        Case("small", "10,000 float32 tensors of 4 KiB", lambda s: _count(10_000, s) * 4096, _small, BULK),
-        Case("train", "a transformer of 12 layers with AdamW's moments, about 1 GiB", _train_bytes, _train, BULK),
+        Case("large", names.CASES["large"], lambda s: int(1024 * MiB * s), _large, BULK),
+        Case("small", names.CASES["small"], lambda s: _count(10_000, s) * 4096, _small, BULK),
+        Case("train", names.CASES["train"], _train_bytes, _train, BULK),
         Case(
             "manifest",
-            "opening a manifest of 100,000 entries",
+            names.CASES["manifest"],
             lambda s: _count(99_998, s) * 512,
             _manifest,
             ("open",),
         ),
         Case(
             "keys",
-            "100 keys in the app state, 50 tensors of 64 bytes in each",
+            names.CASES["keys"],
             lambda s: _count(100, s) * 50 * 4096,
             _keys,
             ("take", "restore"),
@@ -220,20 +222,18 @@ INCREMENTAL = {
     for case in (
         Case(
             "lora",
-            "frozen layers of 16 MiB with trained adapters and their AdamW: 99 % of the bytes do not change",
+            names.INCREMENTAL["lora"],
             lambda s: _count(64, s) * (LINEAR + 6 * 3) * LINEAR * 4,
             _lora,
             ("take", "durable"),
         ),
         Case(
             "half",
-            "frozen layers, and as many bytes of trained ones with AdamW",
+            names.INCREMENTAL["half"],
             lambda s: _count(11, s) * 6 * LINEAR * LINEAR * 4,
             _half,
             ("take", "durable"),
         ),
-        Case("full", "the state of `train`, where everything changes", _train_bytes, _full, ("take", "durable")),
+        Case("full", names.INCREMENTAL["full"], _train_bytes, _full, ("take", "durable")),
     )
 }
-"""States with tensors that change between two takes, for takes with a base."""
-DEFAULT = ("large", "small", "train")

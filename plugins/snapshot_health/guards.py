@@ -11,6 +11,7 @@ import re
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import islice
 from operator import attrgetter
 from statistics import median
 from typing import Any, NamedTuple
@@ -31,8 +32,9 @@ from snapshot.save.findings import KEY, NOTED, Finding, Guards
 from snapshot.save.observers import TakeView
 from snapshot.state.leaves import FlatState, Leaf
 from snapshot.state.model_state import ModuleMap
+from snapshot.tensors.buffers import wrap_memory
 from snapshot.tensors.composite import is_freed
-from snapshot.tensors.memory import BY_NAME, NAMES, find_local_tensor, is_plain, wrap_memory
+from snapshot.tensors.memory import BY_NAME, NAMES, find_local_tensor, is_plain
 from snapshot.text import counted, listed
 from snapshot_health.parameter_roles import (
     Member,
@@ -235,7 +237,8 @@ class GuardedTake:
         ints = ((path, flat.entries.get(path)) for path in self._roles.counters)
         self._counters = {path: entry.value() for path, entry in ints if isinstance(entry, IntEntry)}
         self._steps = count_steps(statefuls)
-        self._stores_steps = len(memory.takes) == 2 and stores_live_steps(statefuls, flat)
+        steps = self._roles.find_stored_steps(flat) if len(memory.takes) == 2 else []
+        self._stores_steps = stores_live_steps(statefuls, steps)
         self._samples = self._sample_moments(flat, leaves)
         for stranger in self._roles.strangers:
             optimizer = optimizers[stranger.key][stranger.place[1]]
@@ -354,6 +357,8 @@ class GuardedTake:
 
     def _sample_replicas(self, flat: FlatState, paths: frozenset[str]) -> None:
         """Digest samples of what all ranks have. All ranks sample the same elements of the same tensors."""
+        if not paths:
+            return
         held = [
             leaf for leaf in flat.leaves if leaf.path in paths and leaf.plain and leaf.nbytes and is_in_memory(leaf)
         ]
@@ -482,9 +487,9 @@ class GuardedTake:
         states, roles = (first.entries, second.entries, self._entries), self._roles
         alternates = not first.keys == second.keys == self._keys
         if roles.untrained and not alternates:
-            moved = [path for path in roles.untrained if _differs(path, *states)]
+            moved = [*islice((path for path in roles.untrained if _differs(path, *states)), 3)]
             if moved:
-                text = f"{', '.join(moved[:3])}: changes from take to take, and the app state has no optimizer"
+                text = f"{', '.join(moved)}: changes from take to take, and the app state has no optimizer"
                 self._add([Finding("unsaved", text)])
         for group in roles.list_scheduled(self._groups):
             rates = [each.rates.get(group.place) for each in (first, second)]

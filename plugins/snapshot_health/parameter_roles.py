@@ -71,17 +71,20 @@ MOST_COUNTS = 64
 """Stored numbers of steps that are compared with those of optimizers."""
 
 
-def stores_live_steps(statefuls: Sequence[ModuleMap], flat: FlatState) -> bool:
-    """Return True if a stored number of steps is that of an optimizer: then its state is not an old copy.
+def stores_live_steps(statefuls: Sequence[ModuleMap], stored: Sequence[torch.Tensor]) -> bool:
+    """Return True if one of the stored numbers of steps is that of an optimizer: then its state is not an old copy.
 
     The other optimizers may not be saved, or make no steps.
     """
-    stored = (leaf.tensor for leaf in flat.leaves if leaf.path.endswith("/step") and leaf.tensor.numel() == 1)
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for each in itertools.islice(stored, MOST_COUNTS):
-        by_device.setdefault(each.device, []).append(each.detach().reshape(()).double())
-    live = {count for each in _find_all(statefuls) for count in _list_counts(each)} if by_device else set()
-    return any(not live.isdisjoint(torch.stack(held).tolist()) for held in by_device.values())
+    if not stored:
+        return False
+    live = {count for each in _find_all(statefuls) for count in _list_counts(each)}
+    if float(stored[0].detach().double()) in live:  # in most trainings; the others are looked at together
+        return True
+    alike: dict[Any, list[torch.Tensor]] = {}
+    for each in stored:
+        alike.setdefault((each.device, each.dtype, each.shape), []).append(each.detach())
+    return any(not live.isdisjoint(torch.stack(held).double().view(-1).tolist()) for held in alike.values())
 
 
 def _find_all(statefuls: Sequence[ModuleMap]) -> list[torch.optim.Optimizer]:
@@ -213,6 +216,16 @@ class Roles:
         """True if the app state has the state of an optimizer."""
         self.unscheduled = not others and not names & _OF_SCHEDULERS
         """True if the app state has no scheduler and no object that could hold its state."""
+
+        self._step_numbers: list[int] = []
+        self._searched = -1
+
+    def find_stored_steps(self, flat: FlatState) -> list[torch.Tensor]:
+        """Return stored numbers of steps, at most `MOST_COUNTS`. They are looked for once in states of one form."""
+        leaves = flat.leaves
+        if self._searched != len(leaves) or not all(_is_step(leaves[number]) for number in self._step_numbers):
+            self._step_numbers, self._searched = find_steps(leaves), len(leaves)
+        return [leaves[number].tensor for number in self._step_numbers]
 
     def _find_trained(self, statefuls: Sequence[ModuleMap], paths: PathsOfParameters) -> set[str]:
         """Return the paths of trained parameters that no group has, and record those that are not stored.
@@ -354,6 +367,15 @@ def _has_equal_begin(master: torch.Tensor, parameter: torch.Tensor) -> bool:
         return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
     rounding = torch.finfo(parameter.dtype)
     return torch.allclose(a, b, rtol=rounding.eps, atol=rounding.smallest_normal, equal_nan=True)
+
+
+def find_steps(leaves: Sequence[Leaf]) -> list[int]:
+    """Return the positions of stored numbers of steps, at most `MOST_COUNTS`."""
+    return [*itertools.islice((number for number, leaf in enumerate(leaves) if _is_step(leaf)), MOST_COUNTS)]
+
+
+def _is_step(leaf: Leaf) -> bool:
+    return leaf.path.endswith("/step") and leaf.tensor.numel() == 1
 
 
 def _is_counter(path: str) -> bool:

@@ -27,7 +27,7 @@ from snapshot.cli.listing import (
     sharing,
     size_of,
 )
-from snapshot.cli.locate import open_all
+from snapshot.cli.locate import find_metadata, suggest
 from snapshot.cli.screen import ExitStatus, as_json, bar, printable, wrapped
 from snapshot.io.system import store_file
 from snapshot.io.url import URL
@@ -212,13 +212,17 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     if len(targets) != 1:
         raise ValueError("pass exactly one output file, such as -o report.html")
     events = events_in(Path(arguments.trace)) if arguments.trace else []
-    snapshot = open_all(arguments.url, options_of(arguments))
-    told = picture(str(URL.parse(arguments.url)), snapshot.metadata, snapshot.get_manifest())
+    url = URL.parse(arguments.url)
+    options = suggest(url, options_of(arguments))
+    metadata = find_metadata(arguments.url, options)
+    told = picture(str(url), metadata, metadata.manifest)
     told |= timeline(events, told["save_id"])
     status = ExitStatus.OK
     if arguments.verify:
+        from snapshot.snapshot import Snapshot
+
         with bar("verify") as shown:
-            found = snapshot.verify(progress=shown)
+            found = Snapshot(arguments.url, storage_options=options).verify(progress=shown)
         told["verified"] = {"ok": found.ok, "text": str(found).partition("\n")[0], "faults": list(found.faults[:200])}
         status = ExitStatus.OK if found else ExitStatus.FOUND
     store_file(targets[0], page(told).encode())

@@ -10,7 +10,7 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ _SPACE = 1 << 47
 _BEGIN = 1 << 16
 """Its lowest address that memory can have. NumPy takes the address 0 for none."""
 _address, _nbytes = attrgetter("address"), attrgetter("nbytes")
+_dtype, _plain = attrgetter("dtype"), attrgetter("plain")
 _EXPONENTS: dict[str, tuple[str, int]] = {
     "float32": ("u4", 0x7F800000),
     "float64": ("u8", 0x7FF0000000000000),
@@ -71,22 +72,61 @@ def find_nonfinite(leaves: Sequence[Leaf], turn: int, *, everything: bool = Fals
     """Return the leaves with NaN or infinity in a sample, or in all of their elements."""
     if everything:
         return [leaf for leaf in leaves if leaf.dtype in _EXPONENTS and count_nonfinite(leaf)]
-    short: dict[str, list[Leaf]] = {}
-    found: list[Leaf] = []
-    elsewhere: list[Leaf] = []
-    for leaf in leaves:
-        if leaf.dtype not in _EXPONENTS:
-            continue
-        if not leaf.plain or not leaf.tensor.is_cpu:
-            elsewhere.append(leaf)
-        elif leaf.nbytes >= LONG_TENSOR or leaf.address % 8 or not is_in_memory(leaf):
-            if _long_is_nonfinite(leaf, turn):
-                found.append(leaf)
-        else:
-            short.setdefault(leaf.dtype, []).append(leaf)
-    for dtype, held in short.items():
-        found += _find_in_lines(dtype, held, turn)
-    return found + _find_elsewhere(elsewhere, turn)
+    runs, others = _split(leaves)
+    long = [at for run in runs for at in run.at[run.counts * run.size >= LONG_TENSOR].tolist()]
+    long = sorted([*long, *(at for at in others if leaves[at].plain)])
+    found = [leaves[at] for at in long if _long_is_nonfinite(leaves[at], turn)]
+    for run in runs:
+        found += [leaves[at] for at in _find_in_lines(run.shorter_than(LONG_TENSOR), turn)]
+    return found + _find_elsewhere([leaves[at] for at in others if not leaves[at].plain], turn)
+
+
+class _Run(NamedTuple):
+    """Leaves of one dtype whose elements are read at their addresses, as integers."""
+
+    dtype: str
+    size: int
+    """Bytes of an integer."""
+    bits: int
+    at: Any
+    """Positions of the leaves."""
+    firsts: Any
+    """Positions of their first integers in `_space`."""
+    counts: Any
+    """Numbers of their integers."""
+
+    @property
+    def space(self) -> Any:
+        return _space.of(f"u{self.size}")
+
+    def shorter_than(self, nbytes: int) -> _Run:
+        kept = self.counts * self.size < nbytes
+        if kept.all():
+            return self
+        return self._replace(at=self.at[kept], firsts=self.firsts[kept], counts=self.counts[kept])
+
+
+def _split(leaves: Sequence[Leaf]) -> tuple[list[_Run], list[int]]:
+    """Return the leaves that can be read at their addresses, by dtype, and the positions of the others.
+
+    All attributes are read at once, since a Python step for each leaf would take longer than its sample.
+    """
+    if not leaves:
+        return [], []
+    addresses = np.fromiter(map(_address, leaves), np.int64, len(leaves))
+    nbytes = np.fromiter(map(_nbytes, leaves), np.int64, len(leaves))
+    fits = np.fromiter(map(_plain, leaves), np.bool_, len(leaves)) & (addresses % 8 == 0)
+    fits &= (addresses >= _BEGIN) & (addresses < _SPACE - LONG_TENSOR)
+    dtypes = list(map(_dtype, leaves))
+    runs = []
+    for dtype in dict.fromkeys(dtypes):
+        if dtype in _EXPONENTS:
+            kind, bits = _EXPONENTS[dtype]
+            size = int(kind[1])
+            at = np.flatnonzero(fits & np.fromiter(map(dtype.__eq__, dtypes), np.bool_, len(dtypes)))
+            runs.append(_Run(dtype, size, bits, at, (addresses[at] - _BEGIN) // size, nbytes[at] // size))
+    others = [at for at in np.flatnonzero(~fits).tolist() if dtypes[at] in _EXPONENTS]
+    return runs, others
 
 
 def take_some(many: list[T], most: int, turn: int) -> list[T]:
@@ -130,44 +170,33 @@ class Rotation:
         return [leaves[number] for number in self._lines[begin:end]]
 
 
-def _find_in_lines(dtype: str, leaves: list[Leaf], turn: int) -> list[Leaf]:
-    if not leaves:
+def _find_in_lines(run: _Run, turn: int) -> list[int]:
+    """Return the positions of the leaves with NaN or infinity in a line. None of them is empty."""
+    if not len(run.at):
         return []
-    kind, bits = _EXPONENTS[dtype]
-    size = int(kind[1])
-    addresses = (np.fromiter(map(_address, leaves), np.int64, len(leaves)) - _BEGIN) // size
-    counts = np.fromiter(map(_nbytes, leaves), np.int64, len(leaves)) // size
-    wide = LINE // size
-    begins = (turn * wide) % np.maximum(counts, 1)
-    places = (begins[:, None] + np.arange(wide)) % np.maximum(counts, 1)[:, None]
-    values = _space.of(kind)[addresses[:, None] + places]
-    bad = ((values & bits) == bits).any(axis=1) & (counts > 0)
-    return [leaves[at] for at in np.flatnonzero(bad)]
+    wide = LINE // run.size
+    begins = (turn * wide) % run.counts
+    places = (begins[:, None] + np.arange(wide)) % run.counts[:, None]
+    values = run.space[run.firsts[:, None] + places]
+    bad = ((values & run.bits) == run.bits).any(axis=1)
+    return run.at[bad].tolist()  # type: ignore[no-any-return]
 
 
 def find_in_whole(leaves: Sequence[Leaf]) -> list[Leaf]:
     """Return those of short leaves in host memory that have NaN or infinity in any element."""
-    by_dtype: dict[str, list[Leaf]] = {}
-    found: list[Leaf] = []
-    for leaf in leaves:
-        if leaf.dtype in _EXPONENTS and leaf.nbytes and leaf.plain:
-            if leaf.address % 8 == 0 and _BEGIN <= leaf.address < _SPACE - LONG_TENSOR:
-                by_dtype.setdefault(leaf.dtype, []).append(leaf)
-            elif count_nonfinite(leaf):
-                found.append(leaf)
-    for dtype, held in by_dtype.items():
-        kind, bits = _EXPONENTS[dtype]
-        size, begin = int(kind[1]), 0
-        space, scratch = _space.of(kind), _space.scratch.view(f"<{kind}")
-        firsts = (np.fromiter(map(_address, held), np.int64, len(held)) - _BEGIN) // size
-        counts = np.fromiter(map(_nbytes, held), np.int64, len(held)) // size
-        parts = [space[first:last] for first, last in zip(firsts.tolist(), (firsts + counts).tolist(), strict=True)]
-        ends = np.cumsum(counts)
+    runs, others = _split(leaves)
+    unaligned = [leaves[at] for at in others if leaves[at].plain and leaves[at].nbytes]
+    found = [leaf for leaf in unaligned if count_nonfinite(leaf)]
+    for run in runs:
+        begin, space, scratch = 0, run.space, _space.scratch.view(f"<u{run.size}")
+        lasts = run.firsts + run.counts
+        parts = [space[first:last] for first, last in zip(run.firsts.tolist(), lasts.tolist(), strict=True)]
+        ends = np.cumsum(run.counts)
         while begin < len(parts):  # as many as the scratch memory holds, which stays in the cache of the processor
             reach = len(scratch) + (int(ends[begin - 1]) if begin else 0)
             end = max(begin + 1, int(np.searchsorted(ends, reach, side="right")))
-            if _has_all_bits(parts[begin:end], bits, scratch):
-                found += [leaf for leaf in held[begin:end] if count_nonfinite(leaf)]
+            if _has_all_bits(parts[begin:end], run.bits, scratch):
+                found += [leaves[at] for at in run.at[begin:end].tolist() if count_nonfinite(leaves[at])]
             begin = end
     return found
 
@@ -227,24 +256,17 @@ def measure_squares(leaves: Sequence[Leaf]) -> Any:
     It is NaN for leaves that cannot be sampled.
     """
     means = np.full(len(leaves), np.nan)
-    lines: dict[str, list[int]] = {}
     elsewhere: dict[Any, list[int]] = {}
-    for at, leaf in enumerate(leaves):
-        if leaf.dtype not in _EXPONENTS or leaf.tensor.numel() == 0 or leaf.tensor.is_meta:
-            continue
-        if leaf.plain and is_in_memory(leaf) and leaf.address % 8 == 0:
-            lines.setdefault(leaf.dtype, []).append(at)
-        elif leaf.tensor.is_contiguous():
-            elsewhere.setdefault(leaf.tensor.device, []).append(at)
-    for dtype, held in lines.items():
-        kind = _EXPONENTS[dtype][0]
-        size = int(kind[1])
-        wide = LINE // size
-        addresses = (np.fromiter((leaves[at].address for at in held), np.int64, len(held)) - _BEGIN) // size
-        counts = np.fromiter((leaves[at].nbytes for at in held), np.int64, len(held)) // size
-        begins = np.maximum(0, (counts - wide) // 2)
-        places = np.minimum(begins[:, None] + np.arange(wide), counts[:, None] - 1)
-        means[held] = np.square(_as_floats(dtype, _space.of(kind)[addresses[:, None] + places])).mean(axis=1)
+    runs, others = _split(leaves)
+    for at in others:
+        tensor = leaves[at].tensor
+        if tensor.numel() and not tensor.is_meta and tensor.is_contiguous():
+            elsewhere.setdefault(tensor.device, []).append(at)
+    for run in runs:
+        wide = LINE // run.size
+        begins = np.maximum(0, (run.counts - wide) // 2)
+        places = np.minimum(begins[:, None] + np.arange(wide), run.counts[:, None] - 1)
+        means[run.at] = np.square(_as_floats(run.dtype, run.space[run.firsts[:, None] + places])).mean(axis=1)
     for held in elsewhere.values():
         flats = [leaves[at].tensor.detach().view(-1) for at in held[:MOST_ELSEWHERE]]
         middles = [max(0, (flat.numel() - LINE) // 2) for flat in flats]

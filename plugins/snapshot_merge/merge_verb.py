@@ -11,10 +11,7 @@ from snapshot.cli.ranks import on_ranks
 from snapshot.cli.screen import ExitStatus, bar, emit_report
 from snapshot.errors import SnapshotNotFoundError
 from snapshot.io.url import URL
-from snapshot.snapshot import Snapshot
-from snapshot_merge.lora import merge_lora
-from snapshot_merge.merging import OTHERS, merge
-from snapshot_merge.options import MergeOptions
+from snapshot_merge.options import OTHERS, MergeOptions
 
 DESCRIPTION = (
     "Write the average, a weighted sum, or an exponential moving average of checkpoints. They may have different "
@@ -67,6 +64,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 @on_ranks
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """Merge, and print the report."""
+    from snapshot.snapshot import Snapshot  # these need torch, and the help does not
+    from snapshot_merge.lora import merge_lora
+    from snapshot_merge.merging import merge
+
     if arguments.lora is not None and (len(arguments.sources) != 1 or arguments.others != OTHERS[0]):
         raise ValueError("--lora must be used with one source, and without --others")
     if arguments.lora is None and arguments.map is not None:

@@ -48,7 +48,7 @@ from snapshot.transform.diff_bytes import Pair, compare_pairs
 from snapshot.transform.sources import CheckpointSource, LeafReads, reads_ranges
 from snapshot.transform.target import Selection, Target
 from snapshot_merge.mixing import InputRun, MixedSource, Piece
-from snapshot_merge.options import MergeOptions
+from snapshot_merge.options import OTHERS, MergeOptions
 
 # Arithmetic of a merge: tensors of several checkpoints become one, element by element, in order of the checkpoints.
 
@@ -380,7 +380,6 @@ def open_origins(operation: Operation, origins: Sequence[Location]) -> list[Sess
     return [operation.open(origin, divisor=4, memory=MemoryDefaults(pool=shared)) for origin in origins]
 
 
-OTHERS = ("equal", "first")
 _NEARLY = 1e-6
 
 

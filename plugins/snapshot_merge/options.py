@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     import torch
 
 
+OTHERS = ("equal", "first")
+"""What tensors that are not mixed must be: equal in all sources, or those of the first one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions:
     """The options of `merge` and `merge_lora`: `merge(sources, target, options=MergeOptions(dtype=torch.float16))`."""

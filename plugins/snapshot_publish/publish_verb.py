@@ -22,11 +22,6 @@ from snapshot.cli.screen import ExitStatus, bar, emit, printable
 from snapshot.errors import CorruptSnapshotError, SnapshotNotFoundError
 from snapshot.events import log
 from snapshot.io.url import URL
-from snapshot.snapshot import Snapshot
-from snapshot.weights import load
-from snapshot_publish.publisher import Publisher, PublishOptions
-from snapshot_publish.store import version_name
-from snapshot_publish.subscriber import Subscriber
 
 DESCRIPTION = (
     "Publish the tensors of a checkpoint as the next version in a folder of versions, from which `snapshot pull` "
@@ -64,6 +59,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """Publish, and print the version."""
+    from snapshot.snapshot import Snapshot  # these need torch, and the help does not
+    from snapshot.weights import load
+    from snapshot_publish.publisher import Publisher, PublishOptions
+    from snapshot_publish.store import version_name
+    from snapshot_publish.subscriber import Subscriber
+
     tensor_map = map_of(arguments)
     options, there = options_of(arguments, "src"), options_of(arguments, "dst")
     publisher = Publisher(

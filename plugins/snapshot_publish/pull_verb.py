@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from snapshot.cli.arguments import add_json, add_storage, count, duration, options_of
 from snapshot.cli.screen import ExitStatus, emit, printable
 from snapshot.errors import CorruptSnapshotError, SnapshotNotFoundError, StorageError
 from snapshot.events import Event, add_handler, log, remove_handler
-from snapshot_publish.subscriber import Subscriber
+
+if TYPE_CHECKING:
+    from snapshot_publish.subscriber import Subscriber
 
 DESCRIPTION = (
     "Bring a published version into a local folder, verified, as a folder in Hugging Face's layout. It is applied "
@@ -41,6 +44,8 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     """Pull, and print the folder."""
     if arguments.follow and (arguments.number is not None or arguments.step is not None):
         raise ValueError("--follow pulls the latest version: pass neither --version nor --step")
+    from snapshot_publish.subscriber import Subscriber  # with torch, which the help does not need
+
     subscriber = Subscriber(
         arguments.url,
         arguments.folder,

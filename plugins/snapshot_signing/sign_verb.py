@@ -7,7 +7,6 @@ import argparse
 from snapshot.cli.arguments import add_json, add_memory, add_storage, options_of
 from snapshot.cli.locate import explain_missing
 from snapshot.cli.screen import ExitStatus, bar, emit_report, printable
-from snapshot.snapshot import Snapshot
 from snapshot_signing.keys import create_keys
 
 DESCRIPTION = (
@@ -44,6 +43,8 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
         return ExitStatus.OK
     if not arguments.urls:
         raise ValueError("--key must have a URL to sign")
+    from snapshot.snapshot import Snapshot  # with torch, which the help does not need
+
     options = options_of(arguments)
     for url in arguments.urls:
         with explain_missing(url, options), bar("sign") as show:

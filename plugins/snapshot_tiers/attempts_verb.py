@@ -15,8 +15,6 @@ from snapshot.io.session import Session
 from snapshot.io.url import URL
 from snapshot.runs.facts import read_facts
 from snapshot.runs.timeline import Attempt, Facts, RunLine
-from snapshot_tiers.facts import choose_attempt, find_left
-from snapshot_tiers.uploader_process import find_runs
 
 DESCRIPTION = (
     "List the attempts of a run with near folders: which of them the run consists of, and up to which step. If two "
@@ -41,6 +39,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> ExitStatus:
     """List the attempts, after the choice if there is one."""
+    from snapshot_tiers.facts import choose_attempt, find_left  # with torch, which the help does not need
+    from snapshot_tiers.uploader_process import find_runs
+
     far = URL.parse(given.far)
     found = {} if given.near is None else find_runs(given.near, str(far))
     copies = [each for each in found.values() if each.far == str(far)]

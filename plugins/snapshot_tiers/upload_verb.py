@@ -10,7 +10,6 @@ from snapshot.cli.arguments import add_storage, options_of
 from snapshot.cli.screen import ExitStatus, printable
 from snapshot.errors import SnapshotError
 from snapshot.io.url import URL
-from snapshot_tiers.uploader_process import find_runs, upload_by_hand
 
 DESCRIPTION = (
     "Upload the near steps of a run to its far root, and end when they are there. A trainer with near folders "
@@ -35,6 +34,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> ExitStatus:
     """Upload, and end."""
+    from snapshot_tiers.uploader_process import find_runs, upload_by_hand  # with torch, which the help does not need
+
     if given.rate is not None and not 0 < given.rate < math.inf:
         raise ValueError(f"--rate must be a number of bytes above 0, got {given.rate}")
     far = None if given.far is None else URL.parse(given.far)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from snapshot.cli.arguments import add_json, add_storage, options_of
 from snapshot.cli.screen import ExitStatus, emit_report
-from snapshot_trainers.samples import check_samples
 
 DESCRIPTION = (
     "Say for each epoch how many samples of the data set were seen, lost and seen twice. The states of data loaders in "
@@ -38,6 +37,8 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     ids = None
     if arguments.ids is not None:
         ids = [_as_id(line) for line in Path(arguments.ids).read_text("utf-8").splitlines() if line]
+    from snapshot_trainers.samples import check_samples  # with torch, which the help does not need
+
     report = check_samples(arguments.url, arguments.count, ids=ids, storage_options=options_of(arguments))
     emit_report(arguments, arguments.url, report, "" if report.ok else "red")
     return ExitStatus.OK if report.ok else ExitStatus.FOUND

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from snapshot.cli.arguments import (
     add_json,
@@ -22,13 +20,14 @@ from snapshot.cli.arguments import (
 from snapshot.cli.locate import explain_missing
 from snapshot.cli.ranks import on_ranks
 from snapshot.cli.screen import ExitStatus, bar, emit_report
-from snapshot.formats.hugging_face import SHARD
 from snapshot.formats.registry import FormatOptions, add_options, written_formats
 from snapshot.io.url import URL
 from snapshot.maps.tensor_map import TensorMap
-from snapshot.snapshot import Snapshot
-from snapshot.tensors.memory import BY_NAME, is_castable
-from snapshot.transform.target import Target, format_by_name
+
+if TYPE_CHECKING:
+    import torch
+
+    from snapshot.transform.target import Target
 
 DESCRIPTION = (
     "Write a snapshot, or a checkpoint of another library, in another format. It is read and written part by part, "
@@ -61,6 +60,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 @on_ranks
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """Convert, and print the report."""
+    from snapshot.snapshot import Snapshot
+
     options = options_of(arguments, "src")
     tensor_map = map_of(arguments, reverse=arguments.map_reverse)
     source = Snapshot(arguments.source, storage_options=options, allow_pickle=arguments.allow_pickle)
@@ -104,7 +105,7 @@ def add_target(parser: argparse.ArgumentParser, *, converts: bool) -> None:
             help=f"{', '.join(written_formats())}; default: by the suffix of the name; without one, a snapshot",
         )
         parser.add_argument(
-            "--shard", type=size, default=SHARD, metavar="SIZE", help="maximum size of each of several files: 5GB"
+            "--shard", type=size, metavar="SIZE", help="maximum size of each of several files (default: 5GB)"
         )
         parser.add_argument(
             "--files",
@@ -121,6 +122,8 @@ def add_target(parser: argparse.ArgumentParser, *, converts: bool) -> None:
 
 def target_of(arguments: argparse.Namespace, url: str) -> Target:
     """Return the checkpoint to write; raise ValueError if its format is unknown."""
+    from snapshot.transform.target import Target, format_by_name
+
     to: Any = None
     options: list[FormatOptions] = []
     if "to" in arguments:
@@ -133,7 +136,7 @@ def target_of(arguments: argparse.Namespace, url: str) -> Target:
         to,
         overwrite=arguments.overwrite,
         compression=arguments.compression,
-        shard_bytes=getattr(arguments, "shard", SHARD),
+        **({"shard_bytes": arguments.shard} if getattr(arguments, "shard", None) else {}),
         format_options=options[0] if options else None,
         files=getattr(arguments, "files", None),
         storage_options=options_of(arguments, "dst"),
@@ -150,6 +153,8 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 def float_dtype(text: str) -> torch.dtype:
     """Return a floating-point dtype by its name."""
+    from snapshot.tensors.memory import BY_NAME, is_castable
+
     found = BY_NAME.get(text.removeprefix("torch."))
     if found is None or not is_castable(found):
         raise argparse.ArgumentTypeError(f"must be a floating point dtype of torch, got {text!r}")

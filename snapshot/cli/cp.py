@@ -9,7 +9,6 @@ from snapshot.cli.convert import add_target, target_of
 from snapshot.cli.locate import explain_missing
 from snapshot.cli.ranks import on_ranks
 from snapshot.cli.screen import ExitStatus, bar, emit_report
-from snapshot.snapshot import Snapshot
 
 DESCRIPTION = (
     "Copy a snapshot byte for byte from any storage to any other; each byte is compared with its digest during the "
@@ -38,6 +37,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 @on_ranks
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """Copy, and print the report."""
+    from snapshot.snapshot import Snapshot
+
     options = options_of(arguments, "src")
     with explain_missing(arguments.source, options), bar("copy", ranks=arguments.ranks) as show:
         report = Snapshot(arguments.source, storage_options=options).copy(

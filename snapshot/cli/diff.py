@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from snapshot.cli.arguments import (
     add_json,
@@ -19,12 +19,13 @@ from snapshot.cli.arguments import (
     work_of,
 )
 from snapshot.cli.listing import NUMBERS, spans
-from snapshot.cli.locate import open_all
+from snapshot.cli.locate import find_metadata
 from snapshot.cli.ranks import on_ranks
 from snapshot.cli.screen import ExitStatus, bar, emit, line, mute_torch_warnings, paint
 from snapshot.errors import SnapshotNotFoundError
-from snapshot.reports import Change, Diff
-from snapshot.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from snapshot.reports import Change, Diff
 
 STYLES = {"added": "green", "removed": "red", "changed": "yellow", "renamed": "cyan"}
 SHOWN = 200
@@ -62,6 +63,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 @on_ranks
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """Compare, and print the differences."""
+    from snapshot.snapshot import Snapshot
+
     sides = [(url, options_of(arguments, prefix)) for url, prefix in ((arguments.a, "src"), (arguments.b, "dst"))]
     a, b = (Snapshot(url, storage_options=options) for url, options in sides)
     try:
@@ -71,7 +74,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
             )
     except SnapshotNotFoundError:
         for url, options in sides:
-            open_all(url, options)  # raises an error that describes what exists there
+            find_metadata(url, options)  # raises an error that describes what exists there
         raise
     emit(arguments, found.as_json(), _lines(found, whole=arguments.all))
     return ExitStatus.OK if found.same else ExitStatus.FOUND

@@ -13,9 +13,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from snapshot.cli.arguments import add_json, add_storage, count, environment, options_of, size
 from snapshot.cli.screen import Column, ExitStatus, ScreenTable, emit, paint, printable, say
@@ -26,9 +24,10 @@ from snapshot.io.registry import open_storage
 from snapshot.io.storage import ABSENT, Storage
 from snapshot.io.system import count_cores, file_system, resource, without_new_folders
 from snapshot.io.url import URL
-from snapshot.snapshot import Snapshot
-from snapshot.state.stateful import StateDict
 from snapshot.text import VERSION, counted, size_text
+
+if TYPE_CHECKING:
+    import torch
 
 # Findings of `snapshot doctor`, in order.
 
@@ -222,6 +221,8 @@ def measure_speeds(url: URL, options: Mapping[str, Any], nbytes: int, seconds: i
     if url.scheme == "file" and shutil.disk_usage(existing_folder(url)).free < 3 * nbytes:
         findings.advice.append("not enough free space to measure: pass a smaller --size")
         return
+    import torch
+
     tensors = {f"t{i}": torch.randint(0, 255, (max(1, nbytes // 8),), dtype=torch.uint8) for i in range(8)}
     trials = list(_trials(url, options))
     ends = time.monotonic() + seconds
@@ -329,6 +330,9 @@ def _measured(
     url: URL, options: Mapping[str, Any], variables: Mapping[str, str], tensors: dict[str, torch.Tensor]
 ) -> tuple[float, float]:
     """Return the bytes per second of a durable take, and of a restore."""
+    from snapshot.snapshot import Snapshot
+    from snapshot.state.stateful import StateDict
+
     nbytes = sum(tensor.numel() for tensor in tensors.values())
     state = {"doctor": StateDict(tensors)}
     place = url.join(f"snapshot-doctor-{secrets.token_hex(6)}").reveal()
@@ -443,6 +447,8 @@ def _rate_column(what: str) -> Column:
 
 
 def _machine(findings: Findings) -> None:
+    import torch
+
     devices = f", {torch.cuda.device_count()} CUDA devices" if torch.cuda.is_available() else ""
     system = f"Python {platform.python_version()}, {platform.system()} {platform.release()}"
     findings.note("versions", f"snapshot {VERSION}, torch {torch.__version__}, {system}")

@@ -9,19 +9,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from snapshot.cli.locate import work_concurrently
+from snapshot.cli.locate import read_metadata, work_concurrently
 from snapshot.cli.screen import line, paint
 from snapshot.errors import SnapshotError
 from snapshot.io.url import URL
-from snapshot.loading.left_out import stored_in
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import OWN_FORMATS, SnapshotMetadata
-from snapshot.manifest.entries import is_leaf
+from snapshot.manifest.entries import is_leaf, stored_in
 from snapshot.manifest.rank_view import is_rank
 from snapshot.manifest.values import Entry
 from snapshot.save.findings import noted_findings, suspicions
-from snapshot.snapshot import Snapshot
-from snapshot.tensors.memory import ITEMSIZE
+from snapshot.tensors.dtypes import SIZES
 from snapshot.text import size_text
 
 
@@ -141,7 +139,7 @@ def items(manifest: Mapping[str, Entry], world_size: int) -> Iterator[ListedItem
 
 def _nbytes(entry: Any) -> int:
     """Return the size of an object. For tensors it is the raw size: other formats compress them or add headers."""
-    size = ITEMSIZE.get(entry.dtype) if entry.is_tensor else None
+    size = SIZES.get(entry.dtype) if entry.is_tensor else None
     return int(entry.nbytes if size is None else math.prod(entry.shape) * size)
 
 
@@ -427,7 +425,7 @@ def read_below(
 
     def look(name: str) -> SnapshotMetadata | SnapshotError:
         try:
-            return Snapshot(url.join(name).reveal(), storage_options=options).metadata
+            return read_metadata(url.join(name), options)
         except SnapshotError as error:
             return error
 

@@ -10,13 +10,12 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
-from snapshot.formats.mistakes import describe_parent
 from snapshot.io.loop import run
 from snapshot.io.registry import open_storage
 from snapshot.io.session import Session
 from snapshot.io.url import URL
-from snapshot.save.transaction import save_id_of
-from snapshot.snapshot import Snapshot
+from snapshot.loading.open import checkpoint_exists, open_checkpoint
+from snapshot.manifest.document import SnapshotMetadata
 from snapshot.text import counted
 
 T = TypeVar("T")
@@ -28,13 +27,18 @@ ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".gguf", ".index.json
 """Suffixes of files that may be checkpoints by themselves."""
 
 
-def open_all(url: str, options: Mapping[str, Any] | None = None, *, allow_pickle: bool = False) -> Snapshot:
-    """Return the snapshot at a URL, with its manifest read. If there is none, raise an error with what exists there."""
-    options = suggest(URL.parse(url), options)
-    snapshot = Snapshot(url, storage_options=options, allow_pickle=allow_pickle)
+def find_metadata(url: str, options: Mapping[str, Any] | None = None) -> SnapshotMetadata:
+    """Return the metadata of the snapshot at a URL. If there is none, raise an error with what exists there."""
+    place = URL.parse(url)
+    options = suggest(place, options)
     with explain_missing(url, options):
-        _ = snapshot.metadata
-    return snapshot
+        return read_metadata(place, options)
+
+
+def read_metadata(url: URL, options: Mapping[str, Any] | None) -> SnapshotMetadata:
+    """Return the metadata of the checkpoint at a URL. Unlike `Snapshot.metadata`, this does not import torch."""
+    with Session(url, options) as session:
+        return SnapshotMetadata.of(run(open_checkpoint(session)).document)
 
 
 def suggest(url: URL, options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -74,8 +78,8 @@ def snapshots_below(url: URL, options: Mapping[str, Any] | None, names: Sequence
     candidates = [name.rstrip("/") for name in names if name.endswith(("/", *ENDINGS)) and name != "data/"]
 
     def is_checkpoint(name: str) -> bool:
-        with suppress(SnapshotError, ValueError):
-            return Snapshot(url.join(name).reveal(), storage_options=options).exists()
+        with suppress(SnapshotError, ValueError), Session(url.join(name), options) as session:
+            return run(checkpoint_exists(session))
         return False
 
     found = [name for name, here in zip(candidates, work_concurrently(is_checkpoint, candidates), strict=True) if here]
@@ -116,6 +120,8 @@ def _instead(url: URL, options: Mapping[str, Any] | None) -> str:
             return f", only interrupted or running takes: {_few(unfinished)}"
         if names:
             return f", nor a checkpoint of another library; found {_few(names)}"
+        from snapshot.formats.mistakes import describe_parent  # only an error needs it
+
         with Session(url, options) as session:
             beside = run(describe_parent(url, session.open_beside))
         return f": {beside}" if beside else ""
@@ -125,6 +131,8 @@ def _instead(url: URL, options: Mapping[str, Any] | None) -> str:
 
 def _holds_save_files(url: URL, options: Mapping[str, Any] | None, names: Sequence[str] | None = None) -> bool:
     """Return True if a take has left files directly at a URL."""
+    from snapshot.save.transaction import save_id_of  # only an error needs it
+
     names = list_names(url, options) if names is None else names
     data = list_names(url.join("data"), options) if "data/" in names else []
     return any(save_id_of(name) for name in [*names, *(f"data/{name}" for name in data)])

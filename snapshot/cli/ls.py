@@ -24,20 +24,17 @@ from snapshot.cli.listing import (
     shared_bytes,
     size_of,
 )
-from snapshot.cli.locate import explain_missing, newest_first, snapshots_below, suggest
+from snapshot.cli.locate import explain_missing, newest_first, read_metadata, snapshots_below, suggest
 from snapshot.cli.screen import Column, ExitStatus, ScreenTable, emit, line, paint, printable, width, wrapped
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.io.loop import run as on_loop
 from snapshot.io.url import URL
-from snapshot.manager.root import Root
 from snapshot.manager.step_metadata import NOTE, WRITER
-from snapshot.manager.steps import find_kind
 from snapshot.manifest.document import SnapshotMetadata
 from snapshot.plan.names import matcher
 from snapshot.runs.timeline import KEY
 from snapshot.save.findings import KEY as GUARDS
 from snapshot.save.findings import NOTED, noted_findings, suspicions
-from snapshot.snapshot import Snapshot
 from snapshot.text import counted, entries_text, size_text
 
 # Steps of a run with near folders: where each of them is, as this host sees it.
@@ -45,6 +42,9 @@ from snapshot.text import counted, entries_text, size_text
 
 def list_tiers(arguments: argparse.Namespace, options: Mapping[str, Any] | None) -> ExitStatus:
     """Print a line for each step that is near or far."""
+    from snapshot.manager.root import Root
+    from snapshot.manager.steps import find_kind
+
     url, near = URL.parse(arguments.url), arguments.near
     root = Root(url, options)
     heads = on_loop(root.heads(on_loop(root.folders()).committed))
@@ -99,17 +99,17 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """List the snapshot or folder at the URL."""
-    options = suggest(URL.parse(arguments.url), options_of(arguments))
+    url = URL.parse(arguments.url)
+    options = suggest(url, options_of(arguments))
     if arguments.near is not None:
         return list_tiers(arguments, options)
-    snapshot = Snapshot(arguments.url, storage_options=options)
     try:
-        metadata = snapshot.metadata
+        metadata = read_metadata(url, options)
     except SnapshotNotFoundError:
         with explain_missing(arguments.url, options):
             return _list_folder(arguments, options)
-    found = _selected(list(items(snapshot.get_manifest(), metadata.world_size)), arguments.globs)
-    name = str(URL.parse(arguments.url))
+    found = _selected(list(items(metadata.manifest, metadata.world_size)), arguments.globs)
+    name = str(url)
     content = {"url": name, **summary(metadata, found), "items": [item.as_json() for item in found]}
     if arguments.flat:
         shown: list[object] = [_table((_row(item.name, [item]) for item in found), metadata.world_size)]

@@ -15,8 +15,6 @@ from datetime import timedelta
 from functools import wraps
 from typing import Any, TextIO, cast
 
-import torch.distributed as dist
-
 from snapshot.cli.arguments import Run
 from snapshot.cli.screen import ExitStatus, complain
 from snapshot.distributed.exchange import call_of
@@ -24,7 +22,6 @@ from snapshot.distributed.group import ranks_of
 from snapshot.errors import SnapshotError
 from snapshot.io.url import URL
 from snapshot.settings import Settings
-from snapshot.transform.call import open_sources
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAST_WORDS = 10.0
@@ -115,6 +112,8 @@ def _output_of_python() -> Iterator[TextIO]:
 
 def expect_same_urls(urls: Sequence[str]) -> None:
     """Raise unless all ranks work at the same URLs: one that had more of them would wait for the others."""
+    from snapshot.transform.call import open_sources
+
     with call_of("verify", None, ranks=True) as exchange:
         open_sources(exchange, "verify", {"urls": [URL.parse(url) for url in urls]}, [])
 
@@ -122,6 +121,8 @@ def expect_same_urls(urls: Sequence[str]) -> None:
 @contextmanager
 def _process_group() -> Iterator[int]:
     """Join the process group of the environment, and leave it at the end. Yield this rank's number."""
+    import torch.distributed as dist
+
     missing = [name for name in NEEDED if not os.environ.get(name)]
     if missing:
         raise ValueError(

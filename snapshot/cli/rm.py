@@ -21,7 +21,6 @@ from snapshot.loading.open import is_foreign
 from snapshot.manifest.document import METADATA
 from snapshot.runs.facts import PINNED
 from snapshot.save import transaction
-from snapshot.snapshot import Snapshot
 from snapshot.text import counted, size_text
 
 DATA = (".safetensors", ".bin", ".stats")
@@ -178,6 +177,8 @@ async def _size(session: Session, files: list[str]) -> int:
 
 
 def _remove(target: _Removal, options: Mapping[str, Any], older_than: float) -> None:
+    from snapshot.snapshot import Snapshot
+
     try:
         if target.what == "snapshot":
             Snapshot(target.url.reveal(), storage_options=options).delete()

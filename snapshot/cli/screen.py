@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from snapshot.errors import RestoreError, SnapshotError, SnapshotExistsError
 from snapshot.io.url import URL
-from snapshot.progress import Progress
-from snapshot.reports import Report
+
+if TYPE_CHECKING:
+    from snapshot.progress import Progress
+    from snapshot.reports import Report
 
 # Exit status of the command: in one place, since scripts depend on it.
 
@@ -333,6 +335,15 @@ def say(text: str) -> None:
     """Show a status line on a terminal. The next one replaces it, and an empty text erases it."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def repr_text(value: Any) -> str:
+    """Return a value's repr; if that fails, its type and the error."""
+    try:
+        return repr(value)
+    except Exception as error:  # noqa: BLE001 - repr may be any code
+        kind = type(value)
+        return f"<a {kind.__module__}.{kind.__qualname__} that cannot be printed: {type(error).__name__}: {error}>"
 
 
 def ask(question: str) -> bool:

@@ -15,7 +15,6 @@ from snapshot.formats.foreign import UnknownFormatError
 from snapshot.interop.weight_digests import FOLDER, KEY, compare_weights, has_begun
 from snapshot.io.url import URL
 from snapshot.reports import VerifyReport
-from snapshot.snapshot import Snapshot
 
 DESCRIPTION = (
     "Read every byte, and compare it with its digest; each fault names the entry, the file and the range. Nothing "
@@ -94,6 +93,8 @@ def _verify_at(url: str, options: dict[str, Any], arguments: argparse.Namespace)
 
 def _verify_one(url: str, options: dict[str, Any], arguments: argparse.Namespace) -> ExitStatus:
     """Verify one snapshot. If its manifest is damaged, report that. Raise if there is no snapshot."""
+    from snapshot.snapshot import Snapshot
+
     try:
         snapshot = Snapshot(url, storage_options=options, key=arguments.key)
         with explain_missing(url, options), bar("verify", ranks=arguments.ranks) as show:
@@ -123,6 +124,8 @@ def _add_inner_snapshot(
 
     Return the same report if there is none.
     """
+    from snapshot.snapshot import Snapshot
+
     folder = URL.parse(url)
     try:
         inner = Snapshot(folder.join(FOLDER).reveal(), storage_options=options, key=arguments.key)

@@ -12,8 +12,6 @@ from datetime import timedelta
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from snapshot.errors import SnapshotError, system_limits
 from snapshot.io.aio import Latch
 from snapshot.io.system import PerProcess
@@ -193,18 +191,20 @@ class Ranks:
 
     def connected(self) -> tuple[Any, Heartbeat]:
         """Return a private connection to the group's store, and a heartbeat with another one."""
+        from torch.distributed.distributed_c10d import PrefixStore
+
         with self._connecting:
             if self._connected is None:
                 # a new group on the same store must not meet the keys of a destroyed one
                 self._session = f"snapshot/{self._shared.add(f'snapshot/sessions/{self.rank}', 1)}"
-                store, other = (
-                    dist.distributed_c10d.PrefixStore(self._session, _connect(self._shared)) for _ in range(2)
-                )
+                store, other = (PrefixStore(self._session, _connect(self._shared)) for _ in range(2))
                 self._connected = store, Heartbeat(other, self.rank, self.world)
             return self._connected
 
     def borrow_waker(self) -> Waker | None:
         """Return a waker of a connected rank; None if all are in use, or if the store is not served over TCP."""
+        from torch.distributed.distributed_c10d import PrefixStore
+
         with self._connecting:
             if self._wakers:
                 return self._wakers.pop()
@@ -215,7 +215,7 @@ class Ranks:
         if connection is self._shared:  # a wait would block its other users
             self._free_wakers = 0
             return None
-        return Waker(dist.distributed_c10d.PrefixStore(self._session, connection))
+        return Waker(PrefixStore(self._session, connection))
 
     def return_waker(self, waker: Waker) -> None:
         """Return a waker whose wait is over."""
@@ -269,6 +269,8 @@ _groups: PerProcess[dict[int, tuple[int, Any, Ranks]]] = PerProcess(dict, dict.c
 
 def ranks_of(pg: ProcessGroup | None) -> Ranks:
     """Return the ranks of a process group, or of the default one. Without a group, return a single rank."""
+    import torch.distributed as dist
+
     if not (dist.is_available() and dist.is_initialized()):
         if pg is not None:
             raise SnapshotError("torch.distributed must be initialised before a process group is passed")
@@ -297,6 +299,8 @@ def ranks_of(pg: ProcessGroup | None) -> Ranks:
 
 def group_of_this_rank() -> ProcessGroup | None:
     """Return a group of this rank alone, for an operation that other ranks do not take part in."""
+    import torch.distributed as dist
+
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     known = _alone.get()
@@ -312,17 +316,21 @@ _alone: PerProcess[list[Any]] = PerProcess(list, list)
 
 def _is_served(store: Any) -> bool:
     """Return True if a store is a connection to a server, which answers a wait as soon as the key exists."""
-    while isinstance(store, dist.distributed_c10d.PrefixStore):
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    while isinstance(store, PrefixStore):
         store = getattr(store, "underlying_store", None)
     return type(store).__name__ == "TCPStore"
 
 
 def _connect(store: Any) -> Any:
     """Return a private connection to a store: a wait on a shared one would block its other users."""
+    from torch.distributed.distributed_c10d import PrefixStore
+
     if hasattr(store, "clone"):
         with contextlib.suppress(RuntimeError, NotImplementedError):
             return store.clone()
-    if isinstance(store, dist.distributed_c10d.PrefixStore):
+    if isinstance(store, PrefixStore):
         # the prefix is not accessible, so only the inner store can be reconnected
         return store
     if hasattr(store, "host"):  # a TCPStore

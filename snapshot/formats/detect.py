@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from snapshot.errors import StorageError, StorageNotFoundError
-from snapshot.formats import hugging_face
 from snapshot.formats.foreign import ForeignDocument
 from snapshot.formats.mistakes import HEAD, is_part, refuse_file
 from snapshot.formats.registry import SearchedFolder, describe_folder, find_by_head
@@ -63,6 +62,8 @@ async def _describe_file(url: URL, beside: Callable[[URL], Storage], limit: int)
 async def _describe_by_head(folder: Storage, name: str, size: int, head: bytes, limit: int) -> ForeignDocument:
     if is_part(name):
         raise refuse_file(folder.url, name, head)
+    from snapshot.formats import hugging_face  # with torch, which a listing of a run's steps does not need
+
     found: ForeignDocument
     if (describe := find_by_head(head, own=True)) is not None:
         found = await describe(folder, name, size, limit)

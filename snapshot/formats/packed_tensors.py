@@ -32,8 +32,9 @@ from snapshot.io.budget import MemoryBudget
 from snapshot.io.storage import Storage
 from snapshot.io.system import PerProcess
 from snapshot.manifest.entries import PLAIN, Extra, ObjectEntry, TensorEntry
+from snapshot.tensors.buffers import copy_memory
 from snapshot.tensors.digest import BLOCK
-from snapshot.tensors.memory import BY_NAME, ITEMSIZE, contiguous_strides, copy_memory, measure_span
+from snapshot.tensors.memory import BY_NAME, ITEMSIZE, contiguous_strides, measure_span
 from snapshot.text import counted
 
 HEAD = 4096

@@ -12,7 +12,7 @@ import msgspec
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
 from snapshot.manifest.containers import MOST_COMPARISONS
 from snapshot.manifest.paths import LONGEST_INT
-from snapshot.tensors.memory import BY_NAME
+from snapshot.tensors.dtypes import find_itemsize
 from snapshot.text import with_article
 
 # Work: what an evaluation may copy and hash.
@@ -387,7 +387,7 @@ def find_name(module: str, name: str) -> Node:
 
 def _find_class(module: str, name: str) -> Node:
     """Return the node of a name, unless a call of it has a node of its own."""
-    if module == "torch" and name in BY_NAME:
+    if module == "torch" and find_itemsize(name) is not None:
         return Dtype(name)
     if module == "torch" and (found := _OLD.fullmatch(name)):
         return StorageType(_DTYPE_OF[found[1]])

@@ -9,8 +9,6 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 from snapshot.errors import CorruptSnapshotError, RestoreError, UnsafeObjectError, UnsupportedFormatError
 from snapshot.formats.pickle_nodes import LimitError, Name, StandIn, Work
 from snapshot.formats.safe_pickle import (
@@ -21,7 +19,7 @@ from snapshot.formats.safe_pickle import (
     expect_stored,
 )
 from snapshot.formats.zip_archive import ZipArchive
-from snapshot.manifest.containers import NEW_SERIALIZERS, decode_object
+from snapshot.manifest.containers import NEW_SERIALIZERS
 from snapshot.manifest.entries import ObjectEntry
 from snapshot.manifest.paths import encode_key, find_tagged_keys, key_component
 from snapshot.text import with_article
@@ -60,6 +58,8 @@ def load_object(
         except UnicodeDecodeError as error:
             raise CorruptSnapshotError(f"{path}: not valid text: {error}") from error
     if serializer in NEW_SERIALIZERS:
+        from snapshot.manifest.objects import decode_object  # with NumPy
+
         return decode_object(path, serializer, obj_type, data)
     if serializer.startswith(REFUSED):
         raise make_refusal(path, obj_type)
@@ -84,6 +84,8 @@ def run_pickle(path: str, data: bytearray, obj_type: str, *, weights_only: bool 
 
     Unless `weights_only`, the read can run any code. Raises UnpicklingError for content that `weights_only` refuses.
     """
+    import torch  # a listing reads no pickle
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -94,6 +94,8 @@ class Format:
     """True if it cannot be written without them."""
     whole_folder: bool = False
     """True if a copy takes all files of the folder: the index does not name them."""
+    unlisted: bool = False
+    """True if `folder` is also asked where names cannot be listed, since it knows which files to look for."""
 
     def __post_init__(self) -> None:
         extensions.expect_types(self)
@@ -121,6 +123,8 @@ class SearchedFolder:
         `reads` returns the `Opened` of a document, with which a format reads values that it must know to describe them.
         """
         self.url, self.storage, self.beside, self.limit, self.reads = url, storage, beside, limit, reads
+        self.is_listed = False
+        """True after `names`, if they could be listed."""
         self._names: list[str] | None = None
 
     @property
@@ -132,26 +136,42 @@ class SearchedFolder:
         """Return the names in the folder, those of folders with a trailing `/`; empty if they cannot be listed."""
         if self._names is None:
             try:
-                listed = self.storage.capabilities.list
-                self._names = await self.storage.list(recursive=False) if listed else []
+                self.is_listed = self.storage.capabilities.list
+                self._names = await self.storage.list(recursive=False) if self.is_listed else []
             except StorageError:
-                self._names = []
+                self.is_listed, self._names = False, []
         return self._names
+
+    async def may_have(self, made: Format) -> bool:
+        """Return True if the folder has a name as a format's folders have one, or if that cannot be told."""
+        names = await self.names() if made.names else ()
+        found = not made.names or any(re.fullmatch(made.names, name) for name in names)
+        return found or (made.unlisted and not self.is_listed)
 
 
 SNAPSHOT = "snapshot"
 """The value of `Target(to=...)` for a snapshot, which is written by a take, and recognised before all formats."""
 _BUILT_IN = (
-    Format("dcp", 10, "snapshot.formats.dcp:describe_folder", writes="dcp", plan="snapshot.transform.to_dcp:plan"),
+    Format(
+        "dcp",
+        10,
+        "snapshot.formats.dcp:describe_folder",
+        r"\.metadata",
+        unlisted=True,
+        writes="dcp",
+        plan="snapshot.transform.to_dcp:plan",
+    ),
     Format(
         "hugging_face",
         30,
         "snapshot.formats.hugging_face:describe_folder",
+        r"(?s).*\.(safetensors|bin|json)",
+        unlisted=True,
         writes="safetensors",
         plan="snapshot.transform.to_safetensors:plan",
         suffixes=(".safetensors",),
     ),
-    Format("rank_files", 60, "snapshot.formats.rank_files:describe_folder"),
+    Format("rank_files", 60, "snapshot.formats.rank_files:describe_folder", r"(?s).*\.(pt|pth|bin|ckpt)"),
     Format(
         "torch_save",
         file="snapshot.formats.torch_save:describe_file",
@@ -248,9 +268,7 @@ def resolve(made: Format, place: str) -> Any:
 async def describe_folder(folder: SearchedFolder, first: int = 0) -> ForeignDocument | None:
     """Return the checkpoint in a folder; None if no format knows it. `first`: the first order to ask."""
     for each in formats():
-        if each.order < first or not each.folder:
-            continue
-        if each.names and not any(re.fullmatch(each.names, name) for name in await folder.names()):
+        if each.order < first or not each.folder or not await folder.may_have(each):
             continue
         found = await _ask(each, each.folder, folder)
         if found is not None:

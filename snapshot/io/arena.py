@@ -14,18 +14,18 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snapshot.errors import system_limits
 from snapshot.events import log
-from snapshot.io.accelerators import on_stream, side_stream
 from snapshot.io.host_memory import total_memory
 from snapshot.io.system import PerProcess, libc, map_memory
 from snapshot.settings import Settings
-from snapshot.tensors.memory import address_of, populate_pages
+from snapshot.tensors.buffers import address_of, populate_pages
 from snapshot.text import counted
+
+if TYPE_CHECKING:
+    import torch
 
 # Pinned memory: host memory that an accelerator's driver copies directly, near the accelerator.
 #
@@ -65,6 +65,10 @@ class PinningRefused(Exception):
 
 def _runtime(device: torch.device) -> Any:
     """Return the driver's functions to register memory, or None."""
+    import torch
+
+    from snapshot.io.accelerators import side_stream
+
     make = getattr(torch.get_device_module(device), "cudart", None)
     runtime = make() if make is not None and side_stream(device) is not None else None
     return runtime if hasattr(runtime, "cudaHostRegister") else None
@@ -112,6 +116,8 @@ def _call_driver(device: torch.device, call: Callable[[], Any]) -> int:
     A thread of its own calls it. The driver keeps the last error per thread, and torch would raise the error of a
     refusal in the application's next operation.
     """
+    from snapshot.io.accelerators import on_stream, side_stream
+
     codes: list[int] = []
     done = threading.Event()
 
@@ -156,6 +162,8 @@ def permit_capture() -> None:
 
 def allocate_pinned(nbytes: int) -> torch.Tensor | None:
     """Return memory of torch's pinned allocator, or None if the accelerator has none."""
+    import torch
+
     try:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     except (RuntimeError, NotImplementedError):
@@ -164,6 +172,8 @@ def allocate_pinned(nbytes: int) -> torch.Tensor | None:
 
 def find_numa_node(device: torch.device) -> int:
     """Return the NUMA node that is nearest to a device, or -1 if it is unknown."""
+    import torch
+
     try:
         found = torch.get_device_module(device).get_device_properties(device)
         name = f"{getattr(found, 'pci_domain_id', 0):04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
@@ -413,7 +423,7 @@ def arena_bytes(nbytes: int) -> int:
 class Slot:
     """Page-aligned host memory of its own, or a range of a segment."""
 
-    __slots__ = ("_owner", "address", "offset", "pinned", "segment", "size", "tensor", "view")
+    __slots__ = ("_owner", "_tensor", "address", "offset", "pinned", "segment", "size", "view")
 
     def __init__(self, size: int, segment: Segment | None = None, offset: int = 0) -> None:
         self.size = size
@@ -423,18 +433,26 @@ class Slot:
         self.offset = offset
         """The offset in its segment."""
         self._owner: Any = None
+        self._tensor: torch.Tensor | None = None
         if segment is not None:
             self.view = memoryview(segment.memory)[offset : offset + size]
-            self.tensor = torch.frombuffer(self.view, dtype=torch.uint8)
         else:
             self._owner = map_memory(size)
             self.view = memoryview(self._owner)
-            self.tensor = torch.frombuffer(self._owner, dtype=torch.uint8)
             populate_pages(address_of(self.view), size)
             if hasattr(mmap, "MADV_HUGEPAGE"):  # asynchronous: searching for huge pages now may take seconds
                 with contextlib.suppress(OSError):  # a kernel without huge pages is only slower
                     self._owner.madvise(mmap.MADV_HUGEPAGE)
         self.address = address_of(self.view)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The same memory as a tensor of bytes. Reads of files have no use for it, and commands do without torch."""
+        if self._tensor is None:
+            import torch
+
+            self._tensor = torch.frombuffer(self.view, dtype=torch.uint8)
+        return self._tensor
 
     def __repr__(self) -> str:
         where = f" at {self.offset:,} of {self.segment}" if self.segment else ""

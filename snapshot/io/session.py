@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -13,7 +14,6 @@ from snapshot.errors import (
     SnapshotError,
 )
 from snapshot.events import emit, log
-from snapshot.io.accelerators import uses_accelerator
 from snapshot.io.budget import MemoryBudget, Pool
 from snapshot.io.host_share import HostShare
 from snapshot.io.loop import run, shared_clients
@@ -62,6 +62,15 @@ class MemoryDefaults(NamedTuple):
 NO_DEFAULTS = MemoryDefaults()
 
 
+def _uses_accelerator() -> bool:
+    """Return True if this process has used an accelerator, which takes torch. A command that lists needs none."""
+    if "torch" not in sys.modules:
+        return False
+    from snapshot.io.accelerators import uses_accelerator
+
+    return uses_accelerator()
+
+
 class Session:
     """The storage of one operation, and the memory that it may use."""
 
@@ -86,7 +95,7 @@ class Session:
         events.to(self.settings.trace)
         # Remote storages need more parallel requests, and each request holds a buffer. So does each copy of a GPU.
         near = getattr(plugin_for(url).capabilities, "local", False)  # unknown if it depends on the URL
-        usual = 64 * MiB if near and not uses_accelerator() else 256 * MiB
+        usual = 64 * MiB if near and not _uses_accelerator() else 256 * MiB
         limit = budget if budget is not None else self.settings.memory_budget_bytes or memory.limit or usual
         expect_positive("memory_budget_bytes", limit)
         self.budget = MemoryBudget(limit, memory.pool(limit) if memory.pool is not None else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -30,21 +30,16 @@ from snapshot.manifest.document import (
     check_tensor,
     save_id_in,
 )
-from snapshot.manifest.entries import TensorEntry
+from snapshot.manifest.entries import TensorEntry, stored_in
+from snapshot.tensors.buffers import view_memory
 from snapshot.tensors.digest import RunningDigest, digest_bytes
 from snapshot.tensors.geometry import Box, boxes_of_range, intersect
-from snapshot.tensors.memory import BY_NAME, is_plain, view_memory
+from snapshot.tensors.memory import BY_NAME, is_plain
 
 # Stored ranges: all ranges that a manifest says its files hold, as requests that can be read and compared.
 
 Place = tuple[str, int, int]
 """A file, and the begin and end of a range in it."""
-
-
-def stored_in(manifest: Mapping[str, Any]) -> Iterator[e.TensorEntry | e.ObjectEntry]:
-    """Yield all stored ranges; a range with several names is repeated."""
-    for entry in manifest.values():
-        yield from entry.stored()
 
 
 def requests_of(

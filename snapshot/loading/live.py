@@ -28,8 +28,9 @@ from snapshot.state import compound
 from snapshot.state.compound import collect_leaves, find_form
 from snapshot.state.flatten import flatten_context
 from snapshot.state.stateful import RestoreAdapter
+from snapshot.tensors.buffers import view_memory
 from snapshot.tensors.geometry import boxes_of_range
-from snapshot.tensors.memory import BY_NAME, address_of_tensor, measure_span, view_memory
+from snapshot.tensors.memory import BY_NAME, address_of_tensor, measure_span
 
 COMPARED = 1 << 23
 """Elements of two stored tensors that are compared at once."""

@@ -34,14 +34,16 @@ from snapshot.loading.read_requests import (
 )
 from snapshot.loading.reader import Reader, ReadResult, fetch_requests, raise_faults
 from snapshot.manifest import entries as e
-from snapshot.manifest.containers import RANDOM, fill_generator, is_filled_by
+from snapshot.manifest.containers import RANDOM
 from snapshot.manifest.document import Files, ForeignFile, check_range, check_tensor
+from snapshot.manifest.objects import fill_generator, is_filled_by
 from snapshot.progress import Meter, unmetered
 from snapshot.state import leaves
 from snapshot.tensors import composite
+from snapshot.tensors.buffers import address_of
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.geometry import Box, intersect, whole_box
-from snapshot.tensors.memory import BY_NAME, ITEMSIZE, NAMES, address_of, is_flat, is_plain
+from snapshot.tensors.memory import BY_NAME, ITEMSIZE, NAMES, is_flat, is_plain
 from snapshot.text import listed
 
 # Claims on stored bytes: new values must not take far more memory than the files have bytes.

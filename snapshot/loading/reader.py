@@ -24,8 +24,8 @@ from snapshot.loading.read_requests import BlockCheck, ReadRequest, slot_bytes
 from snapshot.manifest.entries import TensorEntry
 from snapshot.plan.layout import FileRange, ReadPart, plan_reads
 from snapshot.progress import Meter, unmetered
+from snapshot.tensors.buffers import wrap_memory
 from snapshot.tensors.digest import BLOCK, block_digest, digest_range, digest_table
-from snapshot.tensors.memory import wrap_memory
 from snapshot.text import listed
 
 # A request with an address is read into it. Other requests go through a slot, and are copied once they are verified

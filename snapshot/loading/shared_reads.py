@@ -32,8 +32,8 @@ from snapshot.loading.restore_plan import MATCH_NAMES, RestorePlan
 from snapshot.manifest.document import save_id_in
 from snapshot.plan.layout import FileRange, ReadPart, plan_reads
 from snapshot.progress import Meter
+from snapshot.tensors.buffers import copy_memory, wrap_memory
 from snapshot.tensors.digest import BLOCK, digest_range, split_digests
-from snapshot.tensors.memory import copy_memory, wrap_memory
 from snapshot.text import listed
 
 PART = 8 << 20

@@ -10,20 +10,15 @@ from __future__ import annotations
 import math
 import secrets
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from snapshot.errors import OtherWriterError, SnapshotError
 from snapshot.io.storage import FileStat
 from snapshot.manifest.document import ManifestHead
-from snapshot.reports import RestoreReport
 from snapshot.runs.timeline import KEY
-from snapshot.snapshot import Snapshot
 from snapshot.text import with_article
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 NOTE = "snapshot.manager"
 """Key in a snapshot's metadata."""
@@ -193,26 +188,3 @@ class Writers:
                 "nothing is removed or saved; stop one of them, or call restore_latest to continue from its steps"
             )
             raise self._conflict
-
-
-class ManagedSnapshot(Snapshot):
-    """A step of a manager, which the run continues with if it is restored."""
-
-    def __init__(
-        self,
-        path: str,
-        pg: ProcessGroup | None,
-        storage_options: Mapping[str, Any] | None,
-        on_restored: Callable[[Mapping[str, Any]], None],
-        *,
-        allow_pickle: bool,
-    ) -> None:
-        """`on_restored`: called with the metadata of the step after a restore."""
-        super().__init__(path, pg, storage_options, allow_pickle=allow_pickle)
-        self._on_restored = on_restored
-
-    def restore(self, *arguments: Any, **given: Any) -> RestoreReport:
-        """Restore the application's state, as `Snapshot.restore` does."""
-        report = super().restore(*arguments, **given)
-        self._on_restored(self.metadata.metadata)
-        return report

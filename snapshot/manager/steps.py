@@ -22,9 +22,10 @@ from snapshot.manager.policies import KeepLatest, Policy, split_policy
 from snapshot.manager.restore_latest import Candidates
 from snapshot.manager.retention import Cleaner, Inspect
 from snapshot.manager.root import Root
-from snapshot.manager.step_metadata import ManagedSnapshot, Writers, add_writer
+from snapshot.manager.step_metadata import Writers, add_writer
 from snapshot.manager.takes import PendingTakes
 from snapshot.manifest.document import ManifestHead
+from snapshot.reports import RestoreReport
 from snapshot.runs.timeline import RunLine
 from snapshot.save.take import AppState
 from snapshot.save.take_options import BaseArgument, TakeOptions
@@ -261,6 +262,29 @@ def find_kind(argument: str) -> RunKind:
     """Return the plugin that knows near folders. Raise `MissingExtraError` if it is not installed."""
     found: RunKind = extensions.require("snapshot.steps", "near", argument)
     return found
+
+
+class ManagedSnapshot(Snapshot):
+    """A step of a manager, which the run continues with if it is restored."""
+
+    def __init__(
+        self,
+        path: str,
+        pg: ProcessGroup | None,
+        storage_options: Mapping[str, Any] | None,
+        on_restored: Callable[[Mapping[str, Any]], None],
+        *,
+        allow_pickle: bool,
+    ) -> None:
+        """`on_restored`: called with the metadata of the step after a restore."""
+        super().__init__(path, pg, storage_options, allow_pickle=allow_pickle)
+        self._on_restored = on_restored
+
+    def restore(self, *arguments: Any, **given: Any) -> RestoreReport:
+        """Restore the application's state, as `Snapshot.restore` does."""
+        report = super().restore(*arguments, **given)
+        self._on_restored(self.metadata.metadata)
+        return report
 
 
 class PlainSteps(Steps):

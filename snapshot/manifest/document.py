@@ -8,10 +8,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import accumulate
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 
 from snapshot.decoding import UNREADABLE, decode_json
 from snapshot.errors import CorruptSnapshotError, SnapshotError, UnsupportedFormatError
@@ -20,8 +20,8 @@ from snapshot.manifest.entries import AnyEntry, AnyTensor, ObjectEntry, TensorEn
 from snapshot.manifest.rank_view import DEEPEST
 from snapshot.manifest.values import Entry
 from snapshot.tensors.digest import SIZE, count_blocks, digest_range
+from snapshot.tensors.dtypes import find_itemsize
 from snapshot.tensors.geometry import Box, boxes_overlap, intersect, is_inside
-from snapshot.tensors.memory import ITEMSIZE
 from snapshot.tensors.packed_files import CODEC, MOST_TIMES, RECORD, longest_table
 from snapshot.text import counted, listed
 
@@ -320,8 +320,9 @@ def decode_canonical(data: bytes, kind: type[Any], where: object) -> Any:
     return decoded
 
 
-_SHAPE = b'[]{}"'
-_NO_SHAPE = bytes(set(range(256)) - set(_SHAPE))
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_STRING = re.compile(rb'"[^"]*"?')
+_STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 
 def encode_metadata(metadata: Mapping[str, Any] | None) -> msgspec.Raw:
@@ -347,11 +348,8 @@ def measure_nesting(document: bytes | memoryview) -> int:
     text = bytes(document)
     if b"\\" in text:
         text = text.replace(rb"\\", b"").replace(rb"\"", b"")
-    marks = np.frombuffer(text.translate(None, _NO_SHAPE), np.uint8)
-    opens, closes = (marks == ord("[")) | (marks == ord("{")), (marks == ord("]")) | (marks == ord("}"))
-    steps = opens.astype(np.int32) - closes
-    steps[np.cumsum(marks == ord('"'), dtype=np.int32) % 2 == 1] = 0  # brackets in strings
-    return int(np.cumsum(steps, dtype=np.int32).max(initial=0))
+    brackets = _STRING.sub(b"", text).translate(None, _NO_BRACKETS)
+    return max(accumulate(map(_STEPS.__getitem__, brackets)), default=0)
 
 
 # The head of a manifest: all of its fields but the entries, since there may be many.
@@ -591,7 +589,7 @@ def check_stored(path: str, entry: TensorEntry, files: Files) -> None:
         entry.serializer != "raw" or (extra and (extra.strides is not None or extra.storage_offset is not None))
     ):
         raise UnsupportedFormatError(f"{path}: unknown serializer ({entry.serializer})")
-    itemsize = ITEMSIZE.get(entry.dtype)
+    itemsize = find_itemsize(entry.dtype)
     if itemsize is None and isinstance(files.get(entry.location), ForeignFile):
         raise UnsupportedFormatError(f"{path}: tensors of type {entry.dtype} are listed, but not read; exclude them")
     if itemsize is None:

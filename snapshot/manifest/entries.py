@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Union
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import msgspec
-import numpy as np
 
 from snapshot.manifest.containers import (
     NEW_SERIALIZERS,
@@ -18,10 +17,12 @@ from snapshot.manifest.containers import (
     SubclassEntry,
 )
 from snapshot.manifest.values import Entry
-from snapshot.tensors.composite import KIND as GENERATOR
+from snapshot.saved import GENERATOR
 from snapshot.tensors.geometry import Box, Grid, Split, find_coordinates, find_nesting, parse_placements, whole_box
-from snapshot.tensors.memory import ITEMSIZE
 from snapshot.text import counted
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # Entries are tagged by `type`, and written without default values. They are plain values: nothing here does I/O.
 
@@ -169,6 +170,8 @@ class Mesh(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     @staticmethod
     def from_lists(ranks: Any) -> Mesh | list[Any]:
         """Return a mesh from nested lists, or the lists themselves if they are not regular."""
+        import numpy as np
+
         array = np.asarray(ranks)
         steps = tuple(
             int(array.take(1, axis).flat[0] - array.flat[0]) if size > 1 else 1 for axis, size in enumerate(array.shape)
@@ -251,6 +254,8 @@ class DTensorEntry(ShardedTensorEntry, tag="DTensor"):
 
 def _as_array(mesh: Any) -> np.ndarray[Any, Any]:
     """Return nested lists of ranks as an array; one without dimensions if they are none."""
+    import numpy as np
+
     try:
         made = np.asarray(mesh)
     except ValueError:  # the lists have different lengths
@@ -284,12 +289,16 @@ class MappedTensorEntry(_Tensor, tag="Mapped"):
 
     @property
     def nbytes(self) -> int:
+        from snapshot.tensors.memory import ITEMSIZE
+
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
     def parts_in(self, box: Box) -> list[MappedPart]:
         """Return the parts that may have elements in a box of the tensor. There may be thousands of parts."""
         if len(self.parts) == 1 or not self.shape:
             return self.parts
+        import numpy as np
+
         if self.bounds is None:
             covers = [part.grid.cover("target") for part in self.parts]
             lows = np.array([cover.offsets for cover in covers])
@@ -442,6 +451,12 @@ def needs_third_format(entries: Iterable[Any]) -> bool:
     if not kinds.isdisjoint(_THIRD):
         return True
     return ObjectEntry in kinds and any(type(e) is ObjectEntry and e.serializer in NEW_SERIALIZERS for e in found)
+
+
+def stored_in(manifest: Mapping[str, Any]) -> Iterator[TensorEntry | ObjectEntry]:
+    """Yield all stored ranges of a manifest; a range with several names is repeated."""
+    for entry in manifest.values():
+        yield from entry.stored()
 
 
 # Counting of entries, consistent in all reports, listings and errors.

@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 import struct
+import sys
 import uuid
 import zoneinfo
 from collections.abc import Callable, Sequence
@@ -19,12 +20,11 @@ from fractions import Fraction
 from typing import Any, Union
 
 import msgspec
-import torch
 
 from snapshot.errors import CorruptSnapshotError, SnapshotError, UnsupportedFormatError
 from snapshot.manifest.paths import LONGEST_INT, decode_component, decode_text, encode_component, encode_text
 from snapshot.saved import SavedObject, class_name
-from snapshot.tensors.memory import BY_NAME
+from snapshot.tensors.dtypes import SIZES
 
 # Base class of all manifest entries.
 
@@ -270,15 +270,28 @@ class NoneEntry(Scalar, tag="NoneType"):
         return {"None": None}[text]
 
 
+_QUANTISED = ("qint8", "quint8", "qint32")
+
+
 class DtypeEntry(Scalar, tag="dtype"):
     """A torch.dtype."""
 
     write = staticmethod(lambda value: str(value).removeprefix("torch."))
-    read = staticmethod(lambda text: BY_NAME[text] if text in BY_NAME else _read_dtype(text))
+
+    @staticmethod
+    def read(text: str) -> Any:
+        import torch
+
+        from snapshot.tensors.memory import BY_NAME
+
+        return BY_NAME[text] if text in BY_NAME else {name: getattr(torch, name) for name in _QUANTISED}[text]
+
+    def describe(self) -> tuple[str, str]:
+        text = self.serialized_value
+        return self.type, f"torch.{text}" if text in SIZES or text in _QUANTISED else text
 
 
-def _read_dtype(text: str) -> torch.dtype:
-    return {"qint8": torch.qint8, "quint8": torch.quint8, "qint32": torch.qint32}[text]
+_DEVICE = re.compile(r"([a-z]\w*)(?::(\d+))?", re.ASCII)
 
 
 class DeviceEntry(Scalar, tag="device"):
@@ -286,7 +299,15 @@ class DeviceEntry(Scalar, tag="device"):
 
     @staticmethod
     def read(text: str) -> Any:
+        import torch
+
         return torch.device(text)
+
+    def describe(self) -> tuple[str, str]:
+        found = _DEVICE.fullmatch(self.serialized_value)
+        if found is None:
+            return self.type, self.serialized_value
+        return self.type, f"device(type={found[1]!r}{'' if found[2] is None else f', index={found[2]}'})"
 
     def value(self) -> Any:
         try:
@@ -299,7 +320,22 @@ class SizeEntry(Scalar, tag="Size"):
     """A torch.Size."""
 
     write = staticmethod(lambda value: ",".join(map(str, value)))
-    read = staticmethod(lambda text: torch.Size([_read_int64(each) for each in text.split(",")] if text else ()))
+
+    @staticmethod
+    def read(text: str) -> Any:
+        import torch
+
+        return torch.Size(_read_sizes(text))
+
+    def describe(self) -> tuple[str, str]:
+        try:
+            return self.type, f"torch.Size({_read_sizes(self.serialized_value)})"
+        except ValueError:
+            return self.type, self.serialized_value
+
+
+def _read_sizes(text: str) -> list[int]:
+    return [_read_int64(each) for each in text.split(",")] if text else []
 
 
 SCALARS: dict[type, type[Scalar]] = {
@@ -309,10 +345,17 @@ SCALARS: dict[type, type[Scalar]] = {
     float: FloatEntry,
     complex: ComplexEntry,
     type(None): NoneEntry,
-    torch.dtype: DtypeEntry,
-    torch.device: DeviceEntry,
-    torch.Size: SizeEntry,
 }
+_OF_TORCH: dict[str, type[Scalar]] = {"dtype": DtypeEntry, "device": DeviceEntry, "Size": SizeEntry}
+
+
+def find_scalar(kind: type) -> type[Scalar] | None:
+    """Return the entry class of an exact type; None if its values are not stored in the manifest itself."""
+    found = SCALARS.get(kind)
+    if found is None and kind.__module__ == "torch" and getattr(sys.modules.get("torch"), kind.__name__, None) is kind:
+        found = _OF_TORCH.get(kind.__name__)
+    return found
+
 
 LONG = 16 << 10
 """Strings and bytes longer than this are stored in a data file."""
@@ -326,7 +369,7 @@ def make_scalar_entry(value: Any) -> Scalar | None:
             return None
         escaped = encode_text(value)
         return StrEntry(value) if escaped is None else StrEntry(escaped, escaped=True)
-    entry = SCALARS.get(kind)
+    entry = find_scalar(kind)
     if entry is None or (kind is bytes and len(value) > LONG):
         return None
     return entry(entry.write(value), repr(value) if kind in (float, complex) else None)

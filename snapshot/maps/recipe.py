@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from snapshot.maps.names import NamePattern, split_names
 from snapshot.tensors.geometry import Factor, Grid, Shape
-from snapshot.tensors.memory import BY_NAME, is_castable
 
 # Patterns of axes: how the axes of one layout are composed of those of another.
 #
@@ -403,7 +402,7 @@ class Recipe:
         _expect_no_more(fields, rule)
         if axes is not None and not isinstance(axes, str):
             raise ValueError(f"{text!r}: axes must be a text, got {axes!r}")
-        if dtype is not None and not (isinstance(dtype, str) and dtype in BY_NAME and is_castable(BY_NAME[dtype])):
+        if dtype is not None and not (isinstance(dtype, str) and _can_cast_to(dtype)):
             raise ValueError(f"{text!r}: dtype must be a floating-point dtype such as 'bfloat16', got {dtype!r}")
         return Recipe(
             [NamePattern.compile(each) for each in split_names(left)],
@@ -482,6 +481,8 @@ class Recipe:
         return Made({target: made}, dict.fromkeys(more, target), [(first, other) for other in others])
 
     def _cast(self, dtype: str) -> str:
+        from snapshot.tensors.memory import BY_NAME
+
         known = BY_NAME.get(dtype)
         return self.dtype if self.dtype is not None and known is not None and known.is_floating_point else dtype
 
@@ -571,6 +572,12 @@ def _texts(what: str, value: Any) -> list[str]:
 
 def _text(spec: Spec) -> str:
     return f"{spec.dtype}{list(spec.shape)}"
+
+
+def _can_cast_to(dtype: str) -> bool:
+    from snapshot.tensors.memory import BY_NAME, is_castable
+
+    return dtype in BY_NAME and is_castable(BY_NAME[dtype])
 
 
 def _expect_no_more(fields: Mapping[str, Any], rule: Any) -> None:

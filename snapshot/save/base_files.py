@@ -31,9 +31,10 @@ from snapshot.save.begin import Claim
 from snapshot.save.digests import FileDigests
 from snapshot.save.staging import Stager
 from snapshot.state.leaves import Leaf
+from snapshot.tensors.buffers import wrap_memory
 from snapshot.tensors.digest import BLOCK, SIZE, FileTree, count_blocks, digest_range, digest_table
 from snapshot.tensors.geometry import Box, find_flat_ranges, is_flat_range, is_inside, whole_box
-from snapshot.tensors.memory import ITEMSIZE, wrap_memory
+from snapshot.tensors.memory import ITEMSIZE
 from snapshot.text import listed
 
 # Files of the snapshot that a take is based on: what they hold, and whether the leaves of a take could fill them.

@@ -21,8 +21,8 @@ from snapshot.io.system import PerProcess
 from snapshot.io.url import URL
 from snapshot.plan.layout import MiB
 from snapshot.state.leaves import Leaf
+from snapshot.tensors.buffers import view_memory
 from snapshot.tensors.digest import BLOCK
-from snapshot.tensors.memory import view_memory
 
 SHORTEST = 32 * MiB
 """Minimum bytes of a take that shows a speed: shorter ones show the delays of requests."""

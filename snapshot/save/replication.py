@@ -35,8 +35,9 @@ from snapshot.state.leaves import Leaf
 from snapshot.state.model_state import ModuleMap
 from snapshot.state.rng import RNGState
 from snapshot.state.sharded import LocalPiece, Shards
+from snapshot.tensors.buffers import wrap_memory
 from snapshot.tensors.digest import digest_range, split_digests
-from snapshot.tensors.memory import NAMES, wrap_memory
+from snapshot.tensors.memory import NAMES
 from snapshot.text import listed
 
 

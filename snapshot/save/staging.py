@@ -31,7 +31,7 @@ from snapshot.save.digests import WORTH, ExtentDigests, FileDigests
 from snapshot.save.step_barrier import PendingCopy
 from snapshot.state.changing import count_changes
 from snapshot.state.leaves import Leaf
-from snapshot.tensors.memory import SHORT, copy_memory, copy_memory_short, view_memory, wrap_memory
+from snapshot.tensors.buffers import SHORT, copy_memory, copy_memory_short, view_memory, wrap_memory
 
 DIGESTED = 4 << 20
 """Bytes of a part that is only digested."""

@@ -25,7 +25,8 @@ from snapshot.io.aio import Latch
 from snapshot.io.loop import LIBRARY
 from snapshot.io.system import PerProcess
 from snapshot.state.changing import count_changes, find_storage_begin
-from snapshot.tensors.memory import find_local_tensor, wrap_memory
+from snapshot.tensors.buffers import wrap_memory
+from snapshot.tensors.memory import find_local_tensor
 
 R = TypeVar("R")
 SPOT = 64

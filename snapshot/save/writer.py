@@ -25,8 +25,8 @@ from snapshot.progress import unmetered
 from snapshot.save.base_files import BaseFile
 from snapshot.save.digests import FileDigests
 from snapshot.save.staging import PartSource, StagedPart
+from snapshot.tensors.buffers import detach_view
 from snapshot.tensors.digest import FileTree, RunningTree, tree_of
-from snapshot.tensors.memory import detach_view
 from snapshot.tensors.packed_files import PAGE, PackedResult
 
 if TYPE_CHECKING:

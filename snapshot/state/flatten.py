@@ -36,10 +36,10 @@ from snapshot.manifest.containers import (
     RecordEntry,
     SliceEntry,
     SubclassEntry,
-    encode_object,
     find_factory_name,
 )
 from snapshot.manifest.entries import is_leaf
+from snapshot.manifest.objects import encode_object
 from snapshot.manifest.paths import (
     add_parents,
     decode_key,

@@ -35,7 +35,7 @@ _KEYS = frozenset((str, int))
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _EXACT = frozenset((int, str, bool, bytes, type(None), torch.dtype, torch.device, torch.Size))
 """Types whose equal values are identical, unlike 0.0 and -0.0, or two ranges."""
-_KNOWN = frozenset((*SCALARS, *TYPED, str))
+_KNOWN = frozenset((*SCALARS, *_EXACT, *TYPED))
 _dtype, _shape, _device = attrgetter("dtype"), attrgetter("shape"), attrgetter("device")
 _on_host, _requires = attrgetter("is_cpu"), attrgetter("requires_grad")
 

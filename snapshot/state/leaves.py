@@ -23,8 +23,9 @@ from snapshot.state.compound import is_wrapped_local
 from snapshot.state.foreign_parts import refuse_empty
 from snapshot.state.sharded import Shards, describes_parts, find_shards, wait_for_tensor
 from snapshot.tensors import composite
+from snapshot.tensors.buffers import view_memory
 from snapshot.tensors.geometry import Box
-from snapshot.tensors.memory import BY_NAME, NAMES, is_plain, measure_span, view_memory
+from snapshot.tensors.memory import BY_NAME, NAMES, is_plain, measure_span
 
 # Leaves of a flattened state
 

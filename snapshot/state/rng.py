@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from snapshot.manifest.containers import find_bit_generator
+from snapshot.manifest.objects import find_bit_generator
 
 
 class RNGState:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from snapshot.errors import CorruptSnapshotError
-from snapshot.saved import SavedObject, class_name
+from snapshot.saved import GENERATOR, SavedObject, class_name
 from snapshot.tensors.memory import prefer_huge_pages
 from snapshot.text import counted
 
@@ -260,8 +260,7 @@ _BUILDERS: dict[str, Callable[[Parts, Mapping[str, Any]], torch.Tensor]] = {
 
 # States of torch's random number generators, as tensors of bytes.
 
-KIND = "Generator"
-"""`kind` of their entries."""
+KIND = GENERATOR
 
 
 def read_device(path: str, params: Mapping[str, Any]) -> torch.device:
@@ -281,7 +280,7 @@ def make_generator(path: str, params: Mapping[str, Any], state: torch.Tensor) ->
     try:
         generator = torch.Generator(device)
     except (RuntimeError, AssertionError):
-        return SavedObject("Generator", "torch.Generator", {"device": device, "state": state})
+        return SavedObject(KIND, "torch.Generator", {"device": device, "state": state})
     return fill_generator(path, generator, state)
 
 

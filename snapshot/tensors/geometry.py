@@ -9,11 +9,12 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from snapshot.text import counted
+
+if TYPE_CHECKING:
+    import torch
 
 # Boxes in a tensor, and the ranges of its flat bytes that they cover.
 #

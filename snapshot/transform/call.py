@@ -21,12 +21,11 @@ from snapshot.io.session import Session, signer_of
 from snapshot.io.storage import Storage
 from snapshot.io.url import PER_HOST, URL
 from snapshot.loading.archive_checksums import expect_sound_archives, find_archives, group_by_archive
-from snapshot.loading.left_out import stored_in
 from snapshot.loading.open import Opened, expect_conditions, expect_files, open_checkpoint
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document, check_tensor, find_locations
-from snapshot.manifest.entries import is_leaf
+from snapshot.manifest.entries import is_leaf, stored_in
 from snapshot.manifest.paths import add_parents
 from snapshot.manifest.rank_view import RankView, make_rank_view, rename_entries, suggest_names
 from snapshot.manifest.values import Entry

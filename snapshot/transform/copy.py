@@ -30,7 +30,6 @@ from snapshot.io.session import Session
 from snapshot.io.storage import exists
 from snapshot.io.url import URL, Location, select_server
 from snapshot.loading.archive_checksums import expect_archive_checksums, find_archives
-from snapshot.loading.left_out import stored_in
 from snapshot.loading.open import (
     Opened,
     expect_files,
@@ -40,7 +39,7 @@ from snapshot.loading.open import (
     read_parts,
 )
 from snapshot.manifest.document import METADATA, NEWEST_FORMAT, Document, PackedFile, PartEntry, encode
-from snapshot.manifest.entries import count_entries
+from snapshot.manifest.entries import count_entries, stored_in
 from snapshot.manifest.parts import EncodedPart, ManifestPart, encode_own_part
 from snapshot.manifest.paths import signature_path
 from snapshot.progress import Meter

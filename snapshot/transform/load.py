@@ -15,13 +15,13 @@ from snapshot.io.loop import run
 from snapshot.io.system import gc_paused
 from snapshot.io.url import Location
 from snapshot.loading.archive_checksums import expect_archive_checksums
-from snapshot.loading.left_out import stored_in
 from snapshot.loading.mapping import map_checkpoint
 from snapshot.loading.open import Opened, expect_files, open_checkpoint
 from snapshot.loading.read_object import parse_box
 from snapshot.loading.read_plan import ReadPlan
 from snapshot.manifest import entries as e
 from snapshot.manifest.document import Document, find_locations
+from snapshot.manifest.entries import stored_in
 from snapshot.plan.names import compile_glob, find_unmatched
 from snapshot.progress import Meter
 from snapshot.state.sharded import read_placement

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from snapshot import Snapshot, StateDict, TakeOptions
+from snapshot import Snapshot, SnapshotManager, StateDict, TakeOptions
 from snapshot.cli import main, parser
 from snapshot.cli.arguments import list_verbs
 from tests.helpers.trees import PYTHONPATH
@@ -64,26 +64,63 @@ def test_cli_without_a_verb_prints_help_and_version_prints_the_version(capsys):
     assert capsys.readouterr().out.startswith("snapshot ")
 
 
-IMPORTED = """
-import sys
-from snapshot.cli import main
-status = main(sys.argv[1:])
-print(status, *sorted({"torch", "numpy"} & sys.modules.keys()), file=sys.stderr)
-"""
+SCRIPT = Path(sys.executable).with_name("snapshot")
+MODULE = [sys.executable, "-m", "snapshot"]
 
 
-@pytest.mark.parametrize("words", [["--version"], ["--help"], ["-h"], ["completion", "--help"]], ids=" ".join)
-def test_cli_help_and_version_do_not_import_torch(words):
+def imports_of(command, *words):
+    """The modules that a command imports in a process of its own, without those that are built in."""
     found = subprocess.run(
-        [sys.executable, "-c", IMPORTED, *words],
+        [*command, *map(str, words)],
         check=True,
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, "PYTHONPROFILEIMPORTTIME": "1"},
     )
-    assert found.stderr.split() == ["0"]
-    assert "snapshot" in found.stdout
+    assert found.stdout
+    return {line.rpartition("|")[2].strip() for line in found.stderr.splitlines() if line.startswith("import time:")}
+
+
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["completion", "bash"]], ids=" ".join)
+@pytest.mark.parametrize("command", [MODULE, [SCRIPT]], ids=["module", "script"])
+def test_cli_help_and_completion_do_not_import_torch(command, words):
+    if command == [SCRIPT] and not SCRIPT.exists():
+        pytest.skip("the script is not installed")
+    found = imports_of(command, *words)
+    assert "snapshot.cli.arguments" in found
+    assert not found & {"torch", "numpy"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cli_help_of_each_verb_does_not_import_torch(name):
+    assert not imports_of(MODULE, name, "--help") & {"torch", "numpy"}
+
+
+LISTED = [
+    ["ls", ""],
+    ["ls", "", "--du"],
+    ["ls", "step-7"],
+    ["ls", "step-7", "--json"],
+    ["ls", "step-7", "--tree", "model/**"],
+    ["show", "step-7", "progress"],
+    ["show", "step-7", "progress/step"],
+    ["show", "step-7", "kinds/dtype"],
+    ["show", "step-7", "model"],
+]
+
+
+@pytest.mark.parametrize("words", LISTED, ids=" ".join)
+def test_cli_ls_and_show_of_a_step_do_not_import_torch(words, tmp_path):
+    progress = StateDict(step=7, names=["a", {"b": 1.5}])
+    kinds = StateDict(dtype=torch.bfloat16, shape=torch.Size([1, 2]), device=torch.device("cpu"))
+    model = StateDict(weight=torch.ones(8, 3), sparse=torch.eye(3).to_sparse())
+    with SnapshotManager(tmp_path / "run") as manager:
+        manager.take(7, {"model": model, "progress": progress, "kinds": kinds})
+    verb, place, *more = words
+    found = imports_of(MODULE, verb, tmp_path / "run" / place, *more)
+    assert "snapshot.manifest.document" in found
+    assert not found & {"torch", "numpy"}
 
 
 def test_cli_help_lists_all_verbs_with_descriptions(capsys, monkeypatch):

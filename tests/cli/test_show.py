@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapshot import Snapshot, StateDict, TakeOptions
-from snapshot.cli import main
-from snapshot.cli import show as show_module
-from snapshot.cli.show import statistics
+from snapshot.cli import main, screen, tensor_values
+from snapshot.cli.tensor_values import statistics
 from snapshot.testing import recording
 
 
@@ -98,7 +97,7 @@ def test_cli_show_box_reads_only_the_box(held, capsys):
 def test_cli_show_reads_a_long_tensor_in_parts(held, capsys, monkeypatch):
     path, _ = held
     whole = told(capsys, path, "s/big")["statistics"]
-    monkeypatch.setattr(show_module, "AT_ONCE", 64 << 10)
+    monkeypatch.setattr(tensor_values, "AT_ONCE", 64 << 10)
     with recording("recording") as log:
         parts = told(capsys, f"recording+file://{path}", "s/big")["statistics"]
     assert parts["histogram"] == whole["histogram"]
@@ -227,4 +226,4 @@ def test_cli_show_of_a_value_whose_repr_fails_prints_its_type():
         def __repr__(self):
             raise RuntimeError("unknown quantizer")
 
-    assert "Silent that cannot be printed: RuntimeError: unknown quantizer" in show_module._repr(Silent())
+    assert "Silent that cannot be printed: RuntimeError: unknown quantizer" in screen.repr_text(Silent())

@@ -88,14 +88,21 @@ def test_formats_are_asked_in_one_order():
 @pytest.mark.parametrize(
     ("names", "asked"),
     [
-        ([], ["dcp", "hugging_face", "rank_files"]),
-        (["metadata.pkl"], ["dcp", "torch_checkpointing", "hugging_face", "rank_files"]),
-        (["latest", "global_step1/"], ["dcp", "hugging_face", "deepspeed_run", "rank_files"]),
-        (["mp_rank_00/"], ["dcp", "hugging_face", "megatron", "rank_files"]),
-        (["mp_rank_00_model_states.pt"], ["dcp", "hugging_face", "deepspeed", "rank_files"]),
-        (["zero_pp_rank_0_mp_rank_00_model_states.pt"], ["dcp", "hugging_face", "deepspeed", "rank_files"]),
-        (["_CHECKPOINT_METADATA"], ["dcp", "hugging_face", "rank_files", "orbax"]),
-        (["a.gguf", "b.txt"], ["dcp", "hugging_face", "rank_files", "gguf"]),
+        ([], []),
+        (["step-1/", "step-2/", "log.txt"], []),
+        ([".metadata", "__0_0.distcp"], ["dcp"]),
+        (["metadata.pkl"], ["torch_checkpointing"]),
+        (["model.safetensors"], ["hugging_face"]),
+        (["pytorch_model.bin.index.json"], ["hugging_face"]),
+        (["adapter\n_model.bin"], ["hugging_face", "rank_files"]),
+        (["latest", "global_step1/"], ["deepspeed_run"]),
+        (["mp_rank_00/"], ["megatron"]),
+        (["mp_rank_00_model_states.pt"], ["deepspeed", "rank_files"]),
+        (["zero_pp_rank_0_mp_rank_00_model_states.pt"], ["deepspeed", "rank_files"]),
+        (["model_world_size_1_rank_0.pt"], ["rank_files"]),
+        (["_CHECKPOINT_METADATA"], ["orbax"]),
+        (["a.gguf", "b.txt"], ["gguf"]),
+        (None, ["dcp", "hugging_face"]),
     ],
 )
 def test_formats_of_a_folder_are_asked_by_its_names(monkeypatch, names, asked):
@@ -108,7 +115,7 @@ def test_formats_of_a_folder_are_asked_by_its_names(monkeypatch, names, asked):
         return describe
 
     class Storage:
-        capabilities = type("Listing", (), {"list": True})
+        capabilities = type("Listing", (), {"list": names is not None})
 
         async def list(self, recursive):
             return names

@@ -8,7 +8,7 @@ import pytest
 
 from snapshot.io import arena
 from snapshot.io.arena import GRAIN, Segment
-from snapshot.tensors.memory import populate_pages
+from snapshot.tensors.buffers import populate_pages
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 MiB = 1 << 20

@@ -18,9 +18,9 @@ from snapshot.loading.read_requests import SharedRanges, add_requests, copy_into
 from snapshot.manifest.document import FileEntry, check_shape, check_tensor
 from snapshot.manifest.entries import ChunkedTensorEntry, MappedTensorEntry, Shard, TensorEntry
 from snapshot.plan import layout
+from snapshot.tensors.buffers import view_memory
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.geometry import Box
-from snapshot.tensors.memory import view_memory
 from snapshot.testing import recording
 
 URL = "memory://read"

@@ -4,6 +4,7 @@ import typing
 
 import msgspec
 import pytest
+import torch
 
 from snapshot.manifest.containers import DictEntry, ListEntry
 from snapshot.manifest.entries import (
@@ -20,7 +21,7 @@ from snapshot.manifest.entries import (
     TensorEntry,
     TensorPartsEntry,
 )
-from snapshot.manifest.values import IntEntry
+from snapshot.manifest.values import DeviceEntry, DtypeEntry, IntEntry, SizeEntry, make_plain_entry
 from snapshot.tensors.geometry import Grid
 
 
@@ -120,3 +121,36 @@ def test_descriptions_for_listings_and_differences():
     for entry, *expected in texts:
         assert [*entry.describe(), entry.summarise()] == expected
     assert dtensor.kind == CHUNKED.kind == TENSOR.kind != ARRAY.kind
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.float32, torch.float8_e4m3fn, torch.qint8]
+    + [torch.device(name) for name in ("cpu", "cuda:1", "meta")]
+    + [torch.Size(sizes) for sizes in ([], [3], [2, 0, 1 << 40])],
+    ids=str,
+)
+def test_entries_describe_values_of_torch_as_torch_prints_them(value):
+    entry = make_plain_entry(value)
+    assert entry.describe() == (type(value).__name__, repr(value))
+    assert entry.value() == value
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        DtypeEntry("float99"),
+        DtypeEntry(""),
+        DeviceEntry("cuda:-1"),
+        DeviceEntry(""),
+        SizeEntry("1,x"),
+        SizeEntry("9" * 30),
+    ],
+)
+def test_entries_describe_invalid_values_of_torch_by_their_texts(entry):
+    assert entry.describe() == (entry.type, entry.serialized_value)
+
+
+def test_entry_of_a_class_that_says_it_is_one_of_torch_is_none():
+    fake = type("Size", (tuple,), {"__module__": "torch"})
+    assert make_plain_entry(fake((1, 2))) is None

@@ -19,7 +19,7 @@ from snapshot.io.arena import arena
 from snapshot.save import staging
 from snapshot.save.staging import Stager
 from snapshot.save.step_barrier import SpotBytes
-from snapshot.tensors.memory import view_memory
+from snapshot.tensors.buffers import view_memory
 from snapshot.testing import faulty, stalling
 from tests.helpers.arguments import for_take
 from tests.helpers.states import equal

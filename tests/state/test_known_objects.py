@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from snapshot import CorruptSnapshotError, Snapshot, SnapshotManager, StateDict, TakeOptions
 from snapshot.errors import SnapshotError, UnsafeObjectError
 from snapshot.manifest import document
-from snapshot.manifest.containers import decode_object, encode_object
+from snapshot.manifest.objects import decode_object, encode_object
 from snapshot.saved import SavedObject
 from tests.helpers.arguments import for_restore
 

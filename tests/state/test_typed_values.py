@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from snapshot import RestoreError, RestoreOptions, Snapshot, StateDict, TakeOptions, Target
 from snapshot.cli import main
 from snapshot.errors import UnsafeObjectError, UnsupportedFormatError
-from snapshot.manifest.containers import _make_python_random, _read_python_random
+from snapshot.manifest.objects import _make_python_random, _read_python_random
 from snapshot.manifest.values import make_enum_entry, make_scalar_entry
 from snapshot.saved import SavedObject
 from snapshot.state import flatten

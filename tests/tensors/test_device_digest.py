@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapshot.tensors import device_digest
+from snapshot.tensors.buffers import view_memory
 from snapshot.tensors.device_digest import DeviceDigests, is_usable, scratch_bytes, supports
 from snapshot.tensors.digest import BLOCK, SIZE, RunningDigest
-from snapshot.tensors.memory import view_memory
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 DATA = np.random.default_rng(2).integers(0, 256, 4 * BLOCK, dtype=np.uint8)

@@ -33,7 +33,7 @@ from snapshot.io.system import (
 )
 from snapshot.io.url import URL
 from snapshot.storages.file.page_cache import CachedFile, start_writeback
-from snapshot.tensors.memory import copy_memory
+from snapshot.tensors.buffers import copy_memory
 
 # O_DIRECT for bulk bytes, if the file system allows it and it is faster.
 #

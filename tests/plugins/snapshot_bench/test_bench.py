@@ -16,10 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapshot.cli import main
-from snapshot_bench import raw_io
-from snapshot_bench.bench_verb import header
+from snapshot.save.reuse import OLDEST
+from snapshot_bench import names, raw_io, workloads
+from snapshot_bench.bench_verb import CYCLE
+from snapshot_bench.measuring import header
 from snapshot_bench.results import compute_goodput, draw_page, draw_result, goodput_title
 from snapshot_bench.startup import install_others, startup_text
+from snapshot_bench.systems import SYSTEMS
 from snapshot_bench.workloads import CASES
 from tests.helpers.processes import command_line
 from tests.helpers.warm_interpreter import Failed, Warm
@@ -282,3 +285,10 @@ def test_bench_report_of_an_accelerator_names_the_device_and_link_speed() -> Non
     assert f">{escaped}</text>" in draw_result(on_device)
     assert goodput_title(goodput, result) == "training time lost, with a failure every 3.0 h"
     assert header(on_cpu, 1, 5) == header(on_device["host"], 1, 5).removesuffix(f"\n{text}")
+
+
+def test_bench_names_in_the_help_are_those_that_are_measured():
+    assert list(names.CASES) == list(workloads.CASES)
+    assert list(names.INCREMENTAL) == list(workloads.INCREMENTAL)
+    assert list(names.PEERS) == [name for name, kind in SYSTEMS.items() if kind.kind == "peer"]
+    assert CYCLE == OLDEST + 1

@@ -9,8 +9,8 @@ import torch
 from snapshot import Snapshot, SnapshotError, StateDict, TakeOptions
 from snapshot.cli import main
 from snapshot.testing import recording
-from snapshot_health.bisect_verb import find_first_bad
-from snapshot_health.ui_verb import RunView
+from snapshot_health.bisection import find_first_bad
+from snapshot_health.page_server import RunView
 
 
 def make(root, bad_from, steps=range(10, 170, 10), value=math.nan):

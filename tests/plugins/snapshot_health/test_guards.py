@@ -29,8 +29,8 @@ from snapshot.state.stateful import map_modules
 from snapshot.tensors.memory import find_local_tensor
 from snapshot.testing import recording
 from snapshot_health import guards, samples
-from snapshot_health.parameter_roles import stores_live_steps
-from snapshot_health.samples import SHARE, find_nonfinite
+from snapshot_health.parameter_roles import find_steps, stores_live_steps
+from snapshot_health.samples import SHARE, find_in_whole, find_nonfinite
 from tests.helpers.arguments import for_take
 from tests.helpers.faulty import FAULTY
 from tests.helpers.trainings import TRAININGS, alarms
@@ -150,6 +150,52 @@ def flattened(app):
 def test_guard_nonfinite_reads_any_layout(tensor):
     leaves = flattened({"s": StateDict(w=tensor)}).leaves
     assert find_nonfinite(leaves, 3) == leaves
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+def test_guard_nonfinite_finds_one_element_of_any_dtype_anywhere_and_names_its_tensor(place, value):
+    """Among tensors of several dtypes and lengths, empty ones, and ones that are not aligned or have strides."""
+    tensors = {}
+    for dtype in (*FLOATS, torch.complex64, torch.complex128):
+        for count in (0, 1, 3, 1024, 70_000):
+            tensors[f"{dtype}-{count}"] = torch.zeros(count, dtype=dtype)
+        tensors[f"{dtype}-scalar"] = torch.zeros((), dtype=dtype)
+        tensors[f"{dtype}-unaligned"] = torch.zeros(34, dtype=dtype)[1:]
+        tensors[f"{dtype}-strided"] = torch.zeros(6, 10, dtype=dtype)[:, ::2]
+    tensors["ints"] = torch.full((40,), 0x7F800000, dtype=torch.int32)  # the bits of infinity
+    leaves = flattened({"s": StateDict(tensors)}).leaves
+    plain = [leaf for leaf in leaves if leaf.plain]
+    assert find_in_whole(leaves) == find_nonfinite(leaves, 0) == []
+    for leaf in leaves:
+        if leaf.path == "s/ints" or not leaf.nbytes:
+            continue
+        shape, count = leaf.tensor.shape, leaf.tensor.numel()
+        at = {"first": 0, "middle": count // 2, "last": count - 1}[place]
+        index = tuple(int(each) for each in torch.unravel_index(torch.tensor(at), shape)) if shape else ()
+        leaf.tensor[index] = value
+        found = [each.path for each in find_in_whole(leaves)]
+        short = leaf.nbytes <= 64 and leaf.plain
+        sampled = [each.path for each in find_nonfinite(leaves, 0)]
+        leaf.tensor[index] = 0
+        assert found == ([leaf.path] if leaf in plain else []), leaf.path
+        assert sampled == [leaf.path] or not (short or not leaf.plain), leaf.path
+
+
+def test_guard_unsaved_names_the_first_three_parameters_that_change(folder):
+    model = nn.ParameterList([nn.Parameter(torch.zeros(4)) for _ in range(6)])
+
+    def change(number):
+        with torch.no_grad():
+            for parameter in list(model)[1:]:
+                parameter.add_(1)
+
+    found = []
+    for number in range(3):
+        change(number)
+        found = Snapshot.take(f"{folder}/step-{number}", {"m": model}).report.findings
+    [finding] = found
+    assert finding.text.startswith("m/1, m/2, m/3: changes from take to take")
 
 
 def test_guard_stale_finds_weights_that_do_not_change_while_the_optimizer_steps(folder):
@@ -798,7 +844,8 @@ def test_guards_name_some_of_many(count, total, most, text):
 def test_stores_live_steps_compares_stored_numbers_of_steps_with_those_of_optimizers():
     def stores(*held):
         leaves = [SimpleNamespace(path=path, tensor=torch.tensor(value)) for path, value in held]
-        return stores_live_steps(map_modules({"optimizer": optimizer}), SimpleNamespace(leaves=leaves))
+        steps = [leaves[number].tensor for number in find_steps(leaves)]
+        return stores_live_steps(map_modules({"optimizer": optimizer}), steps)
 
     model = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters())
@@ -808,6 +855,8 @@ def test_stores_live_steps_compares_stored_numbers_of_steps_with_those_of_optimi
     assert not stores()
     assert not stores(("a/weight", 3.0), ("a/step", [3.0, 3.0]), ("a/step", 2.0))
     assert stores(("a/step", 2.0), ("b/step", 3))
+    assert stores(("a/step", 3.0), ("b/step", 2))
+    assert stores(("a/step", 1.0), ("a/step", [3.0]))
 
 
 def test_rotation_reads_short_tensors_up_to_a_share_of_all_bytes_in_a_take(monkeypatch):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from snapshot import CorruptSnapshotError, Snapshot, StateDict, TakeOptions
 from snapshot.manifest.document import METADATA
 from snapshot.testing import recording
-from snapshot_health.bisect_verb import find_first_bad
+from snapshot_health.bisection import find_first_bad
 from snapshot_health.statistics import PIECE, combine_statistics, measure_tensor
 from tests.helpers.arguments import for_take
 

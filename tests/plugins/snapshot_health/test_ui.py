@@ -21,8 +21,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from snapshot import Snapshot, SnapshotManager, StateDict, TakeOptions
 from snapshot.cli import main
-from snapshot_health import ui_verb as ui
-from snapshot_health.ui_verb import CHANGES, NAMES, Abandoned, PageServer, RunView
+from snapshot_health import page_server as ui
+from snapshot_health.page_server import CHANGES, NAMES, Abandoned, PageServer, RunView
 from tests.helpers.servers import request
 
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"

@@ -9,7 +9,7 @@ import yaml
 
 from snapshot import KeepLatest, Snapshot, SnapshotManager, StateDict
 from snapshot.cli import main
-from snapshot_health.ui_verb import RunView
+from snapshot_health.page_server import RunView
 
 
 def state(step):

@@ -8,7 +8,7 @@ import pytest
 
 from snapshot import Snapshot, SnapshotManager
 from snapshot.cli import main
-from snapshot_health.ui_verb import RunView
+from snapshot_health.page_server import RunView
 from snapshot_tiers.control import MEANINGS, UploadState
 from tests.plugins.snapshot_tiers.jobs import ELEMENTS, holds, manager_of, runs_in, state, stop_uploaders
 
