@@ -9,7 +9,7 @@ import dataclasses
 import os
 from dataclasses import dataclass
 
-from snapshot.io.system import count_cores
+from snapshot.io.system import count_cores, count_processes
 
 MiB = 1 << 20
 
@@ -91,8 +91,7 @@ class Settings:
     @staticmethod
     def processes() -> int:
         """Return the number of this job's processes on this host, as set by the launcher."""
-        text = os.environ.get("LOCAL_WORLD_SIZE", "")
-        return max(1, int(text)) if text.isdecimal() else 1
+        return count_processes()
 
     def cores(self) -> int:
         """Return the number of cores that this process may use."""

@@ -247,6 +247,12 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def count_processes() -> int:
+    """Return the number of this job's processes on this host, as set by the launcher."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(text)) if text.isdecimal() else 1
+
+
 # Process-wide state: created on first use, renewed in a forked child, and reset by tests.
 #
 # All mutable state of the library is held in a `PerProcess`, so that one hook handles forks and tests can reset it.

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from snapshot.io.host_memory import memory_in_use
-from snapshot.io.system import CLOEXEC, PerProcess, drop_oldest, libc, sync_file
-from snapshot.settings import Settings
+from snapshot.io.system import CLOEXEC, PerProcess, count_processes, drop_oldest, libc, sync_file
 
 AMPLE = 1 / 2
 """The share of the memory that is free at the beginning of a take whose bytes stay in the page cache."""
@@ -60,7 +59,7 @@ class PageCache:
             for full in [full for full in self._files if not os.path.exists(full)]:
                 del self._files[full]
             ours = sum(left.size - left.begin for left in self._files.values())
-        return _is_free(AMPLE, ours * Settings.processes())  # the other ranks of this host have about as much
+        return _is_free(AMPLE, ours * count_processes())  # the other ranks of this host have about as much
 
     def has_room(self, nbytes: int, take: object) -> bool:
         """Return True if `nbytes` that a take has just written may stay. As many bytes of older takes leave."""
