@@ -49,6 +49,9 @@ def encode_tree(value: Any) -> bytes | None:
     >>> encode_tree(list(range(1000)))[:9]
     b'[0,1,2,3,'
     """
+    inner = value.values() if type(value) is dict else value
+    if len(inner) < FEWEST and _TREES.isdisjoint(map(type, inner)):  # as most small dicts, which may be many
+        return None
     plain = _survey(value)
     if plain is None:
         return None
