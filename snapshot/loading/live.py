@@ -272,7 +272,9 @@ class Binding:
     def bind(self, entries: dict[str, Any]) -> None:
         """Replace entries that only name a class by entries that hold it."""
         gone: set[str] = set()
-        naming = [(path, entry) for path, entry in entries.items() if type(entry) in _NAMING]
+        naming: list[tuple[str, Any]] = []
+        if not _NAMING.isdisjoint(map(type, entries.values())):
+            naming = [(path, entry) for path, entry in entries.items() if type(entry) in _NAMING]
         wanted = self._above_wanted(entries) if self._skipped and naming else None
         for path, entry in naming:
             if gone and not gone.isdisjoint(_above(path)):
@@ -484,7 +486,7 @@ class Binding:
 
 
 _SETS = (set, frozenset)
-_NAMING = (RecordEntry, NamedTupleEntry, SubclassEntry, EnumEntry)
+_NAMING = frozenset((RecordEntry, NamedTupleEntry, SubclassEntry, EnumEntry))
 
 
 def _above(path: str) -> Iterator[str]:

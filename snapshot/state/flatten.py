@@ -10,7 +10,8 @@ import pickle
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
-from itertools import islice
+from itertools import islice, repeat
+from operator import is_
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,12 +72,12 @@ def inflate_tree(path: str, entries: Mapping[str, Any], values: Mapping[str, Any
     entry = entries.get(path)
     if path in values or entry is None or not entry.is_container:
         return values.get(path, MISSING)
-    prefix = path + "/"
-    children = []
-    for text in entry.components():
-        below = prefix + text
-        children.append(values[below] if below in values else inflate_tree(below, entries, values))
-    if any(child is MISSING for child in children):
+    below = list(map((path + "/").__add__, entry.components()))
+    children = list(map(values.get, below, repeat(entry)))  # an entry is no value
+    for at, child in enumerate(children):
+        if child is entry:
+            children[at] = inflate_tree(below[at], entries, values)
+    if any(map(is_, children, repeat(MISSING))):
         if not entry.is_keyed:
             raise RestoreError(f"{path}: a sequence cannot be restored without some of its elements", [path])
         return entry.without_children(child is MISSING for child in children).build(
