@@ -43,6 +43,7 @@ from snapshot.manifest.containers import (
 from snapshot.manifest.entries import is_leaf
 from snapshot.manifest.paths import (
     add_parents,
+    are_components,
     decode_key,
     encode_component,
     encode_key,
@@ -56,8 +57,7 @@ from snapshot.saved import SavedObject, class_name
 from snapshot.state import compound
 from snapshot.state.compound import collect_leaves, find_components, find_form
 from snapshot.state.flatten_cache import read_module_versions, remember_state, replay_state
-from snapshot.state.leaves import LOW, SIMPLE, Blob, FromOneRank, Leaf, TensorLeaves
-from snapshot.state.sharded import describes_parts
+from snapshot.state.leaves import AT_ONCE, FEW, Blob, FromOneRank, TensorLeaves
 from snapshot.tensors import composite
 
 MISSING: Any = object()
@@ -161,7 +161,7 @@ def _find_dict_maker(value: dict[Any, Any]) -> Callable[[list[Any], list[int] | 
 # Flattening: nested containers become entries, tensors become leaves under logical paths.
 #
 # This is the hottest Python of a take: a snapshot of 10,000 small tensors spends more here than in system calls. So
-# there is one dispatch by exact type, and a plain tensor costs one small struct.
+# there is one dispatch by exact type, and a plain tensor costs one small struct. Many of them are added at once.
 
 
 class Flattened(TensorLeaves):
@@ -273,41 +273,21 @@ class Flattened(TensorLeaves):
             _VISITORS.get(type(child), Flattened._add_value)(self, below, child, depth + 1)
 
     def add_named(self, prefix: str, value: dict[str, Any], depth: int) -> None:
-        """Flatten the values of a dict whose keys are all strings.
-
-        The fast path of `_add_tensor` is inlined here: a model can have tens of thousands of plain tensors, and this
-        loop dominates a take of small ones.
-        """
-        tensor_type, strided, prepare = torch.Tensor, torch.strided, self._prepare
-        entries, leaves, seen, shapes, visitors = self.entries, self.leaves, self.seen, self._shapes, _VISITORS
-        for key, child in value.items():
-            path = prefix + (key if key.isascii() and "/" not in key and "%" not in key else encode_component(key))
-            if type(child) is not tensor_type or prepare is not None:
+        """Flatten the values of a dict whose keys are all strings."""
+        visitors = _VISITORS
+        if len(value) < FEW:
+            for key, child in value.items():
+                path = prefix + (key if key.isascii() and "/" not in key and "%" not in key else encode_component(key))
                 visitors.get(type(child), Flattened._add_value)(self, path, child, depth + 1)
+            return
+        names = value if are_components(value) else map(encode_component, value)
+        paths, children = list(map(prefix.__add__, names)), list(value.values())
+        for begin in range(0, len(paths), AT_ONCE):
+            block = slice(begin, begin + AT_ONCE)
+            if self._add_plain_tensors(paths[block], children[block]):
                 continue
-            dtype = SIMPLE.get(child.dtype)
-            if (
-                dtype is None
-                or not child.is_cpu
-                or describes_parts(child)
-                or child.layout is not strided
-                or child.is_nested
-                or child.requires_grad
-                or child.is_neg()
-                or not child.is_contiguous()
-                or not (nbytes := child.nbytes)
-                or (address := child.data_ptr()) in seen
-                or (address < LOW and composite.is_freed(child))
-            ):
-                self._add_tensor(path, child)
-                continue
-            size = child.shape
-            shape = shapes.get(size)
-            if shape is None:
-                shape = shapes[size] = tuple(size)
-            entries[path] = None
-            seen[address] = leaf = Leaf(path, child, dtype, shape, nbytes, address, True)
-            leaves.append(leaf)
+            for path, child in zip(paths[block], children[block], strict=True):
+                visitors.get(type(child), Flattened._add_value)(self, path, child, depth + 1)
 
     def _check_depth(self, path: str, depth: int) -> None:
         if depth > DEEPEST:
