@@ -317,9 +317,7 @@ class Matcher:
         binding.expect_filled(reads.values)
         return True
 
-    def _request_equal(
-        self, adapter: RestoreAdapter, entries: Mapping[str, Any], live: Mapping[str, Any]
-    ) -> set[str]:
+    def _request_equal(self, adapter: RestoreAdapter, entries: Mapping[str, Any], live: Mapping[str, Any]) -> set[str]:
         """Request the tensors that are read straight into plain live ones, and return their paths."""
         kinds = _PLAIN if adapter.exact else _PLAIN[:1]
         found = [

@@ -569,7 +569,7 @@ class ReadPlan:
         kept, self._kept = self._kept, []
         plain, values = {torch.Tensor, torch.nn.Parameter}, self.values
         replaced: list[str] = []
-        held = [values.get(name) for name, _, _ in kept]
+        held: list[Any] = [values.get(name) for name, _, _ in kept]
         addresses = [address for _, _, address in kept]
         if not set(map(type, held)) <= plain or list(map(torch.Tensor.data_ptr, held)) != addresses:
             replaced += [

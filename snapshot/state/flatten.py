@@ -9,7 +9,7 @@ import io
 import pickle
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice, repeat
 from operator import is_
 from types import SimpleNamespace
@@ -50,9 +50,9 @@ from snapshot.manifest.paths import (
     find_tagged_keys,
     key_component,
 )
-from snapshot.manifest.plain_tree import GROUPS, PLAIN_KINDS, PLAIN_TREE, encode_tree
+from snapshot.manifest.plain_tree import GROUPS, PLAIN_TREE, encode_tree, may_be_tree
 from snapshot.manifest.rank_view import DEEPEST
-from snapshot.manifest.values import LONGEST_NAME, TYPED, Scalar, make_enum_entry, make_plain_entry
+from snapshot.manifest.values import LONGEST_NAME, PLAIN_MAKERS, TYPED, Scalar, make_enum_entry, make_plain_entry
 from snapshot.saved import SavedObject, class_name
 from snapshot.state import compound
 from snapshot.state.compound import collect_leaves, find_components, find_form
@@ -214,7 +214,7 @@ class Flattened(TensorLeaves):
     def _add_tree(self, path: str, value: Any) -> bool:
         """Store a list or a dict of many plain values as one object. Return False for any other one."""
         fits = self._fits_tree
-        if fits is None or f"/{GROUPS}" in path or not fits(path, value):
+        if fits is None or not may_be_tree(value) or f"/{GROUPS}" in path or not fits(path, value):
             return False
         text = encode_tree(value)
         if text is not None:
@@ -223,16 +223,30 @@ class Flattened(TensorLeaves):
 
     def _add_sequence(self, path: str, value: Any, depth: int) -> None:
         self._check_depth(path, depth)
-        if depth and type(value) is list and value and type(value[0]) in PLAIN_KINDS and self._add_tree(path, value):
+        if depth and type(value) is list and self._add_tree(path, value):
             return
         if type(value) is deque:
             self.entries[path] = DequeEntry(len(value), maxlen=value.maxlen)
         else:
             self.entries[path] = SEQUENCES[type(value)](len(value))
-        visitors = _VISITORS
-        for i, child in enumerate(value):
-            self._expect_included(f"{path}/{i}")
-            visitors.get(type(child), Flattened._add_value)(self, f"{path}/{i}", child, depth + 1)
+        paths = [f"{path}/{number}" for number in range(len(value))]
+        if self._excluded is None:
+            self._add_all(paths, value, depth + 1)
+            return
+        for below, child in zip(paths, value, strict=True):
+            self._expect_included(below)
+            self._add_all([below], [child], depth + 1)
+
+    def _add_all(self, paths: Iterable[str], values: Iterable[Any], depth: int) -> None:
+        """Flatten values below some paths."""
+        entries, makers, visitors = self.entries, PLAIN_MAKERS, _VISITORS
+        for path, value in zip(paths, values, strict=True):
+            make = makers.get(type(value))
+            entry = None if make is None else make(value)
+            if entry is None:
+                visitors.get(type(value), Flattened._add_value)(self, path, value, depth)
+            else:
+                entries[path] = entry
 
     def _expect_included(self, path: str) -> None:
         if self._excluded is not None and self._excluded(path):
@@ -241,25 +255,25 @@ class Flattened(TensorLeaves):
     def _add_slice(self, path: str, value: slice, depth: int) -> None:
         self._check_depth(path, depth)
         self.entries[path] = SliceEntry(3)
-        for i, child in enumerate((value.start, value.stop, value.step)):
-            self._expect_included(f"{path}/{i}")
-            _VISITORS.get(type(child), Flattened._add_value)(self, f"{path}/{i}", child, depth + 1)
+        for number in range(3):
+            self._expect_included(f"{path}/{number}")
+        self._add_all([f"{path}/{number}" for number in range(3)], (value.start, value.stop, value.step), depth + 1)
 
     def _add_dict(self, path: str, value: dict[Any, Any], depth: int) -> None:
         self._check_depth(path, depth)
-        plain = type(value) is dict and type(next(iter(value.values()), None)) in PLAIN_KINDS
-        if plain and depth and value and self._add_tree(path, value):  # a stateful's own dict is always a container
+        if depth and type(value) is dict and self._add_tree(path, value):  # a stateful's own dict is always a container
             return
         make = _find_dict_maker(value)
         keys = list(value)
-        strings = all(type(key) is str for key in keys)
-        recorded = keys if strings and all(map(str.isascii, keys)) else [encode_key(key) for key in keys]
+        names = keys if are_components(keys) else None
+        strings = names is not None or set(map(type, keys)) <= _STRING
+        recorded = [encode_key(key) for key in keys] if names is None else keys
         if make is None or None in recorded:
             self._add_object(path, value)
             return
         if strings and self._excluded is None:
             self.entries[path] = make(recorded, None)
-            self.add_named(path + "/", value, depth)
+            self.add_named(path + "/", value, depth, names)
             return
         tagged = set(find_tagged_keys(keys))  # also of keys that are excluded: names are those of the whole dict
         held = [
@@ -272,22 +286,17 @@ class Flattened(TensorLeaves):
         for _, _, below, child in held:
             _VISITORS.get(type(child), Flattened._add_value)(self, below, child, depth + 1)
 
-    def add_named(self, prefix: str, value: dict[str, Any], depth: int) -> None:
-        """Flatten the values of a dict whose keys are all strings."""
-        visitors = _VISITORS
-        if len(value) < FEW:
-            for key, child in value.items():
-                path = prefix + (key if key.isascii() and "/" not in key and "%" not in key else encode_component(key))
-                visitors.get(type(child), Flattened._add_value)(self, path, child, depth + 1)
+    def add_named(self, prefix: str, value: dict[str, Any], depth: int, names: Iterable[str] | None = None) -> None:
+        """Flatten the values of a dict whose keys are all strings. `names`: their components, if these are known."""
+        paths = map(prefix.__add__, map(encode_component, value) if names is None else names)
+        if len(value) < FEW or torch.Tensor not in set(map(type, value.values())):
+            self._add_all(paths, value.values(), depth + 1)
             return
-        names = value if are_components(value) else map(encode_component, value)
-        paths, children = list(map(prefix.__add__, names)), list(value.values())
-        for begin in range(0, len(paths), AT_ONCE):
+        below, children = list(paths), list(value.values())
+        for begin in range(0, len(below), AT_ONCE):
             block = slice(begin, begin + AT_ONCE)
-            if self._add_plain_tensors(paths[block], children[block]):
-                continue
-            for path, child in zip(paths[block], children[block], strict=True):
-                visitors.get(type(child), Flattened._add_value)(self, path, child, depth + 1)
+            if not self._add_plain_tensors(below[block], children[block]):
+                self._add_all(below[block], children[block], depth + 1)
 
     def _check_depth(self, path: str, depth: int) -> None:
         if depth > DEEPEST:
@@ -494,4 +503,5 @@ _VISITORS: dict[type, _Visitor] = {
     SavedObject: Flattened._add_saved,
     **dict.fromkeys(NAMESPACES, Flattened._add_instance),
 }
+_STRING = {str}
 _NAMED_PARTS: dict[str, type[Compound]] = {compound.RECORD: RecordEntry, compound.NAMED: NamedTupleEntry}

@@ -333,6 +333,7 @@ _OF_MODULES = frozenset(("persistent", "_is_buffer", "_is_param"))
 FEW, AT_ONCE = 8, 256
 """The fewest values of a dict that are looked at together, and the most."""
 _TENSOR = {torch.Tensor}
+_plain = attrgetter("plain")
 _dtype, _shape, _nbytes = attrgetter("dtype"), attrgetter("shape"), attrgetter("nbytes")
 _on_host, _requires_grad, _attributes = attrgetter("is_cpu"), attrgetter("requires_grad"), attrgetter("__dict__")
 
@@ -642,7 +643,7 @@ def hold_memory(leaves: Sequence[Leaf]) -> list[torch.UntypedStorage]:
     addresses = list(map(torch.Tensor.data_ptr, tensors))
     expected = [leaf.address for leaf in held]
     last = map(add, addresses, [leaf.nbytes for leaf in held])
-    if addresses == expected and all([leaf.plain for leaf in held]) and all(map(le, last, ends)):
+    if addresses == expected and all(map(_plain, held)) and all(map(le, last, ends)):
         return storages
     for leaf, address, end in zip(held, addresses, ends, strict=True):
         if address != leaf.address:

@@ -405,7 +405,6 @@ class _Load:
                 read_plan.into_box(path, entry, box, target, live=True)
         return read_plan
 
-
     def _request_equal(self, read_plan: ReadPlan, chosen: Sequence[tuple[ReadItem, torch.Tensor]]) -> set[int]:
         """Request whole tensors that are read straight into plain ones, and return their positions."""
         found = [
