@@ -44,7 +44,8 @@ def find_read_only_memory(read_plan: ReadPlan) -> list[str]:
     """
     requests = [request for request in read_plan.requests if request.live]
     live = [request for request in requests if request.address]
-    kept = {each.path for each in read_plan.left_out} - {request.name for request in requests}  # only compared
+    kept = {each.path for each in read_plan.left_out}
+    kept -= {request.name for request in requests} if kept else set()  # the others are only compared
     targets = [(each.tensor.data_ptr(), each.name) for each in read_plan.targets if each.tensor.is_cpu]
     targets = [each for each in targets if each[1] not in kept] if kept else targets
     names = [request.name for request in live] + [name for _, name in targets]

@@ -7,11 +7,11 @@ read into a slot, and copied with strides, a cast or a device transfer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain, count
-from operator import attrgetter
+from itertools import chain, count, repeat
+from operator import add, attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,7 +43,7 @@ from snapshot.state import leaves
 from snapshot.tensors import composite
 from snapshot.tensors.digest import BLOCK
 from snapshot.tensors.geometry import Box, intersect, whole_box
-from snapshot.tensors.memory import BY_NAME, ITEMSIZE, NAMES, address_of, is_flat
+from snapshot.tensors.memory import BY_NAME, ITEMSIZE, NAMES, address_of, is_flat, is_plain
 from snapshot.text import listed
 
 # Claims on stored bytes: new values must not take far more memory than the files have bytes.
@@ -100,8 +100,6 @@ class LiveTarget(NamedTuple):
 
 _AT_ONCE = 256
 """Live tensors whose properties are read at once."""
-_PLAIN = (True, True, False, False)
-"""Of a tensor: it is contiguous, in host memory, not negative, and not conjugate."""
 _dtype, _shape, _nbytes, _on_host = map(attrgetter, ("dtype", "shape", "nbytes", "is_cpu"))
 
 
@@ -281,7 +279,7 @@ class ReadPlan:
         made: list[int] = []
         for begin in range(0, len(tensors), _AT_ONCE):
             block = slice(begin, begin + _AT_ONCE)
-            with suppress(RuntimeError):  # raised by torch for an odd tensor: the rest of the block is left to others
+            with suppress(RuntimeError):  # raised by torch for an odd tensor: its block is matched one by one
                 self._request_block(begin, paths[block], entries[block], tensors[block], made)
         return made
 
@@ -295,20 +293,27 @@ class ReadPlan:
     ) -> None:
         location, file = "", None
         filled: dict[int, ReadRequest | tuple[Any, torch.Tensor]] = {}
-        addresses = map(torch.Tensor.data_ptr, tensors)
-        contiguous, on_host = map(torch.Tensor.is_contiguous, tensors), map(_on_host, tensors)
-        negative, conjugate = map(torch.Tensor.is_neg, tensors), map(torch.Tensor.is_conj, tensors)
-        traits = zip(contiguous, on_host, negative, conjugate, strict=True)
-        likeness = zip(map(_dtype, tensors), map(_shape, tensors), map(_nbytes, tensors), strict=True)
-        for number, path, entry, address, (dtype, shape, nbytes), plain in zip(
-            count(begin), paths, entries, addresses, likeness, traits, strict=False
+        addresses, storages = map(torch.Tensor.data_ptr, tensors), list(map(torch.Tensor.untyped_storage, tensors))
+        begins, lengths = map(torch.UntypedStorage.data_ptr, storages), map(torch.UntypedStorage.nbytes, storages)
+        plain: Iterable[bool] = repeat(True)
+        if (
+            not all(map(torch.Tensor.is_contiguous, tensors))
+            or not all(map(_on_host, tensors))
+            or any(map(torch.Tensor.is_neg, tensors))
+            or any(map(torch.Tensor.is_conj, tensors))
+        ):
+            plain = map(is_plain, tensors)
+        columns = zip(paths, entries, tensors, addresses, map(_nbytes, tensors), map(_dtype, tensors), strict=True)
+        more = zip(map(_shape, tensors), plain, storages, map(add, begins, lengths), strict=False)
+        for number, (path, entry, held, address, nbytes, dtype), (shape, fits, storage, limit) in zip(
+            count(begin), columns, more, strict=False
         ):
             if entry.location != location:
                 location = entry.location
                 file, filled = self.files.get(location), self._filled.setdefault(location, {})
             low, high = entry.byte_range
             if (
-                plain != _PLAIN
+                not fits
                 or shape != entry.shape
                 or NAMES.get(dtype) != entry.dtype
                 or entry.serializer != "raw"
@@ -320,12 +325,9 @@ class ReadPlan:
                 or not 0 < nbytes <= BLOCK
                 or low in filled
                 or not address
+                or address + nbytes > limit  # it was shrunk, which the caller reports
             ):
                 continue
-            held = tensors[number - begin]
-            storage = held.untyped_storage()
-            if address + nbytes > storage.data_ptr() + storage.nbytes():
-                continue  # it was shrunk, which the caller reports
             # The storage is kept, so that its memory stays where it is until the bytes arrive.
             self._kept.append((path, storage, address))
             filled[low] = request = ReadRequest(path, entry, location, low, high, address, None, True)

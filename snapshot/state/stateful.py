@@ -195,7 +195,8 @@ class StateDictAdapter(RestoreAdapter):
     """A `StateDict`: its own keys are set one by one, with the saved values."""
 
     def find_mismatches(self, entries: Mapping[str, Any]) -> list[str]:
-        if find_names_beneath(self.key, entries) is not None:
+        top = entries.get(self.key)
+        if top is not None and top.is_keyed:
             return []
         return [f"{self.key}: the snapshot holds no dictionary under this key"]
 
