@@ -286,10 +286,7 @@ class Matcher:
             self.matched.lacking = self.matched.lacking or any(path not in entries for path in adapter.live)
         skipped, reads = self.matched.skipped, self._reads
         live = adapter.find_places(entries, skipped) if isinstance(adapter, StateOfParameters) else adapter.live
-        equal = self._request_equal(adapter, entries, live)
-        for path, entry in entries.items():
-            if path in equal:
-                continue
+        for path, entry in self._request_equal(adapter, entries, live):
             held = live.get(path, MISSING)
             if entry.is_container:
                 if isinstance(held, torch.Tensor) and adapter.by_name:
@@ -317,25 +314,32 @@ class Matcher:
         binding.expect_filled(reads.values)
         return True
 
-    def _request_equal(self, adapter: RestoreAdapter, entries: Mapping[str, Any], live: Mapping[str, Any]) -> set[str]:
-        """Request the tensors that are read straight into plain live ones, and return their paths."""
+    def _request_equal(
+        self, adapter: RestoreAdapter, entries: Mapping[str, Any], live: Mapping[str, Any]
+    ) -> list[tuple[str, Any]]:
+        """Request the tensors that are read straight into plain live ones. Return all other entries."""
         kinds = _PLAIN if adapter.exact else _PLAIN[:1]
-        found = [
-            (path, entry, held)
-            for path, entry in entries.items()
-            if type(entry) is e.TensorEntry
-            and type(held := live.get(path)) in kinds
-            and not (held.__dict__ and describes_parts(held))
-        ]
-        if self.matched.skipped or self.matched.tied:
-            left = self.matched.skipped | self.matched.tied
-            found = [each for each in found if each[0] not in left]
+        left = self.matched.skipped | self.matched.tied
+        found, others = [], []
+        for path, entry in entries.items():
+            if (
+                type(entry) is e.TensorEntry
+                and type(held := live.get(path)) in kinds
+                and not (held.__dict__ and describes_parts(held))
+                and path not in left
+            ):
+                found.append((path, entry, held))
+            else:
+                others.append((path, entry))
         if not found:
-            return set()
+            return others
         paths, stored, tensors = zip(*found, strict=True)
         made = self._reads.request_equal(paths, stored, tensors)
         self.matched.restored += len(made)
-        return set(paths) if len(made) == len(paths) else {paths[number] for number in made}
+        if len(made) == len(paths):
+            return others
+        equal = {paths[number] for number in made}
+        return [(path, entry) for path, entry in entries.items() if path not in equal]
 
     def _match_structure(self, adapter: RestoreAdapter, entries: dict[str, Any]) -> bool:
         """Compare containers and names, before any leaf. Return False if the whole stateful is left unchanged."""

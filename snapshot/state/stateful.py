@@ -208,7 +208,10 @@ class StateDictAdapter(RestoreAdapter):
 
     def find_kept(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         top = entries.get(self.key)
-        saved = set(decode_keys(top.keys)) if top is not None and top.is_keyed else set()
+        keys = decode_keys(top.keys) if top is not None and top.is_keyed else []
+        if keys == list(self.state):
+            return {}
+        saved = set(keys)
         return {f"{self.key}/{encode_component(str(key))}": key for key in self.state if key not in saved}
 
     def drop_keys(self, keys: Iterable[Any]) -> None:
