@@ -320,7 +320,10 @@ class Matcher:
         """Request the tensors that are read straight into plain live ones. Return all other entries."""
         kinds = _PLAIN if adapter.exact else _PLAIN[:1]
         left = self.matched.skipped | self.matched.tied
-        found, others = [], []
+        paths: list[str] = []
+        stored: list[e.TensorEntry] = []
+        tensors: list[Any] = []
+        others = []
         for path, entry in entries.items():
             if (
                 type(entry) is e.TensorEntry
@@ -328,12 +331,11 @@ class Matcher:
                 and not (held.__dict__ and describes_parts(held))
                 and path not in left
             ):
-                found.append((path, entry, held))
+                paths.append(path)
+                stored.append(entry)
+                tensors.append(held)
             else:
                 others.append((path, entry))
-        if not found:
-            return others
-        paths, stored, tensors = zip(*found, strict=True)
         made = self._reads.request_equal(paths, stored, tensors)
         self.matched.restored += len(made)
         if len(made) == len(paths):
