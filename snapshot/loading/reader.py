@@ -320,7 +320,8 @@ class Reader:
         placed, slot = iter(places), fill.slot
         for segment, share in zip(part.segments, shares, strict=True):
             request = requests[segment.request]
-            if slot is None and request.check is None and digest_range(share) == request.stored.digest:
+            digest = request.stored.digest
+            if slot is None and request.check is None and (digest is None or digest_range(share) == digest):
                 continue  # most ranges, in the fewest steps
             good = fill.verifies(request, segment.begin, share) or self.is_verified(request, segment.begin, share)
             if request.address or slot is None:

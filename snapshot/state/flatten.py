@@ -9,7 +9,7 @@ import io
 import pickle
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice, repeat
 from operator import is_
 from types import SimpleNamespace
@@ -237,8 +237,18 @@ class Flattened(TensorLeaves):
             self._expect_included(below)
             self._add_all([below], [child], depth + 1)
 
-    def _add_all(self, paths: Iterable[str], values: Iterable[Any], depth: int) -> None:
-        """Flatten values below some paths."""
+    def _add_all(self, paths: Iterable[str], values: Collection[Any], depth: int) -> None:
+        """Flatten the values of a container."""
+        if len(values) < FEW or torch.Tensor not in set(map(type, values)):
+            self._add_each(paths, values, depth)
+            return
+        below, children = list(paths), list(values)
+        for begin in range(0, len(below), AT_ONCE):
+            block = slice(begin, begin + AT_ONCE)
+            if not self._add_plain_tensors(below[block], children[block]):
+                self._add_each(below[block], children[block], depth)
+
+    def _add_each(self, paths: Iterable[str], values: Iterable[Any], depth: int) -> None:
         entries, makers, visitors = self.entries, PLAIN_MAKERS, _VISITORS
         for path, value in zip(paths, values, strict=True):
             make = makers.get(type(value))
@@ -289,14 +299,7 @@ class Flattened(TensorLeaves):
     def add_named(self, prefix: str, value: dict[str, Any], depth: int, names: Iterable[str] | None = None) -> None:
         """Flatten the values of a dict whose keys are all strings. `names`: their components, if these are known."""
         paths = map(prefix.__add__, map(encode_component, value) if names is None else names)
-        if len(value) < FEW or torch.Tensor not in set(map(type, value.values())):
-            self._add_all(paths, value.values(), depth + 1)
-            return
-        below, children = list(paths), list(value.values())
-        for begin in range(0, len(below), AT_ONCE):
-            block = slice(begin, begin + AT_ONCE)
-            if not self._add_plain_tensors(below[block], children[block]):
-                self._add_all(below[block], children[block], depth + 1)
+        self._add_all(paths, value.values(), depth + 1)
 
     def _check_depth(self, path: str, depth: int) -> None:
         if depth > DEEPEST:

@@ -72,6 +72,17 @@ def test_flattened_dict_is_that_of_its_values_one_by_one(kinds, name):
     assert _describe(together) == _describe(apart)
 
 
+@given(st.one_of(few_kinds, runs))
+def test_flattened_list_is_that_of_its_values_one_by_one(kinds):
+    value = [KINDS[kind]() for kind in kinds]
+    together, apart = Flattened(), Flattened()
+    together._add_value("s", value, 0)
+    apart.entries["s"] = together.entries["s"]
+    for number, child in enumerate(value):
+        apart._add_value(f"s/{number}", child, 1)
+    assert _describe(together) == _describe(apart)
+
+
 @settings(max_examples=10)
 @given(runs)
 def test_take_of_many_values_is_restored_exactly(kinds):
