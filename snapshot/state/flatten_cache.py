@@ -156,10 +156,10 @@ class _Template:
         self.ties = {name: flat.ties.get(name, "") for name, rank in zip(named, ranks, strict=True) if rank is None}
         if any(map(is_not, map(entries.get, named), repeat(None))) or not order.keys() >= set(self.ties.values()):
             raise _Unlike
-        found = [(rank, at) for at, rank in enumerate(ranks) if rank is not None]
-        found.sort()
-        self.leaves_at = _pack_numbers([at for _, at in found])
-        mine = [made[rank] for rank, _ in found]
+        found = [at for at, rank in enumerate(ranks) if rank is not None]
+        found.sort(key=ranks.__getitem__)  # type: ignore[arg-type]
+        self.leaves_at = _pack_numbers(found)
+        mine = [made[ranks[at]] for at in found]  # type: ignore[index]
         if any(map(is_not, map(_wrap, mine), repeat(None))):
             raise _Unlike
         addresses = [leaf.address for leaf in mine if leaf.nbytes]

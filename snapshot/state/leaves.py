@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from operator import add, attrgetter, le
+from operator import add, attrgetter, eq, le
 from typing import Any
 
 import msgspec
@@ -333,7 +333,7 @@ _OF_MODULES = frozenset(("persistent", "_is_buffer", "_is_param"))
 FEW, AT_ONCE = 8, 256
 """The fewest values of a dict that are looked at together, and the most."""
 _TENSOR = {torch.Tensor}
-_plain = attrgetter("plain")
+_plain, _address = attrgetter("plain"), attrgetter("address")
 _dtype, _shape, _nbytes = attrgetter("dtype"), attrgetter("shape"), attrgetter("nbytes")
 _on_host, _requires_grad, _attributes = attrgetter("is_cpu"), attrgetter("requires_grad"), attrgetter("__dict__")
 
@@ -639,13 +639,13 @@ def hold_memory(leaves: Sequence[Leaf]) -> list[torch.UntypedStorage]:
     held = [leaf for leaf in leaves if leaf.address]
     tensors = [leaf.tensor for leaf in held]
     storages = list(map(torch.Tensor.untyped_storage, tensors))
-    ends = list(map(add, map(torch.UntypedStorage.data_ptr, storages), map(torch.UntypedStorage.nbytes, storages)))
-    addresses = list(map(torch.Tensor.data_ptr, tensors))
-    expected = [leaf.address for leaf in held]
-    last = map(add, addresses, [leaf.nbytes for leaf in held])
-    if addresses == expected and all(map(_plain, held)) and all(map(le, last, ends)):
+    limits = map(add, map(torch.UntypedStorage.data_ptr, storages), map(torch.UntypedStorage.nbytes, storages))
+    ends = map(add, map(torch.Tensor.data_ptr, tensors), map(_nbytes, held))
+    as_known = map(eq, map(torch.Tensor.data_ptr, tensors), map(_address, held))
+    if all(map(_plain, held)) and all(as_known) and all(map(le, ends, limits)):
         return storages
-    for leaf, address, end in zip(held, addresses, ends, strict=True):
+    limits = map(add, map(torch.UntypedStorage.data_ptr, storages), map(torch.UntypedStorage.nbytes, storages))
+    for leaf, address, end in zip(held, map(torch.Tensor.data_ptr, tensors), limits, strict=True):
         if address != leaf.address:
             raise SnapshotError(
                 f"{leaf.path}: its memory was replaced while the state was collected, by another thread or another "
