@@ -15,6 +15,7 @@ from snapshot.distributed.operation import operation
 from snapshot.events import emit
 from snapshot.io.loop import run
 from snapshot.io.session import Key, Seal, Session, signer_of
+from snapshot.io.system import gc_paused
 from snapshot.io.url import URL, Location, expect_mapping, locate_source
 from snapshot.loading.left_out import attach_base
 from snapshot.loading.open import KnownManifest, checkpoint_exists, open_restore
@@ -365,6 +366,7 @@ class Snapshot:
         chosen = with_given(RESTORE_OPTIONS if options is None else options, RestoreOptions, given)
         return self.restore_with(app_state, chosen, set())
 
+    @gc_paused()  # until all that it made is freed: what is left would be examined at once
     def restore_with(
         self,
         app_state: AppState,

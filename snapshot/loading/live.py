@@ -45,7 +45,8 @@ def find_read_only_memory(read_plan: ReadPlan) -> list[str]:
     """
     requests = [request for request in read_plan.requests if request.live]
     live = [request for request in requests if request.address]
-    kept = {each.path for each in read_plan.left_out} - {request.name for request in requests}  # only compared
+    kept = {each.path for each in read_plan.left_out}
+    kept -= {request.name for request in requests} if kept else set()  # the others are only compared
     targets = [(each.tensor.data_ptr(), each.name) for each in read_plan.targets if each.tensor.is_cpu]
     targets = [each for each in targets if each[1] not in kept] if kept else targets
     names = [request.name for request in live] + [name for _, name in targets]
@@ -273,7 +274,9 @@ class Binding:
     def bind(self, entries: dict[str, Any]) -> None:
         """Replace entries that only name a class by entries that hold it."""
         gone: set[str] = set()
-        naming = [(path, entry) for path, entry in entries.items() if type(entry) in _NAMING]
+        naming: list[tuple[str, Any]] = []
+        if not _NAMING.isdisjoint(map(type, entries.values())):
+            naming = [(path, entry) for path, entry in entries.items() if type(entry) in _NAMING]
         wanted = self._above_wanted(entries) if self._skipped and naming else None
         for path, entry in naming:
             if gone and not gone.isdisjoint(_above(path)):
@@ -485,7 +488,7 @@ class Binding:
 
 
 _SETS = (set, frozenset)
-_NAMING = (RecordEntry, NamedTupleEntry, SubclassEntry, EnumEntry)
+_NAMING = frozenset((RecordEntry, NamedTupleEntry, SubclassEntry, EnumEntry))
 
 
 def _above(path: str) -> Iterator[str]:

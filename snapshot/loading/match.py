@@ -286,17 +286,8 @@ class Matcher:
             self.matched.lacking = self.matched.lacking or any(path not in entries for path in adapter.live)
         skipped, reads = self.matched.skipped, self._reads
         live = adapter.find_places(entries, skipped) if isinstance(adapter, StateOfParameters) else adapter.live
-        for path, entry in entries.items():
+        for path, entry in self._request_equal(adapter, entries, live):
             held = live.get(path, MISSING)
-            if (
-                type(entry) is e.TensorEntry
-                and path not in skipped
-                and path not in self.matched.tied
-                and not describes_parts(held)
-                and reads.request_if_equal(path, entry, held, adapter.exact)
-            ):
-                self.matched.restored += 1
-                continue
             if entry.is_container:
                 if isinstance(held, torch.Tensor) and adapter.by_name:
                     self._notes.mismatches.append(f"{path}: the snapshot has a {entry.type}, the application a tensor")
@@ -322,6 +313,35 @@ class Matcher:
                 self._leaves.match_other(adapter, path, entry, held)
         binding.expect_filled(reads.values)
         return True
+
+    def _request_equal(
+        self, adapter: RestoreAdapter, entries: Mapping[str, Any], live: Mapping[str, Any]
+    ) -> list[tuple[str, Any]]:
+        """Request the tensors that are read straight into plain live ones. Return all other entries."""
+        kinds = _PLAIN if adapter.exact else _PLAIN[:1]
+        left = self.matched.skipped | self.matched.tied
+        paths: list[str] = []
+        stored: list[e.TensorEntry] = []
+        tensors: list[Any] = []
+        others = []
+        for path, entry in entries.items():
+            if (
+                type(entry) is e.TensorEntry
+                and type(held := live.get(path)) in kinds
+                and not (held.__dict__ and describes_parts(held))
+                and path not in left
+            ):
+                paths.append(path)
+                stored.append(entry)
+                tensors.append(held)
+            else:
+                others.append((path, entry))
+        made = self._reads.request_equal(paths, stored, tensors)
+        self.matched.restored += len(made)
+        if len(made) == len(paths):
+            return others
+        equal = {paths[number] for number in made}
+        return [(path, entry) for path, entry in entries.items() if path not in equal]
 
     def _match_structure(self, adapter: RestoreAdapter, entries: dict[str, Any]) -> bool:
         """Compare containers and names, before any leaf. Return False if the whole stateful is left unchanged."""
@@ -413,8 +433,10 @@ class Matcher:
 
     def _match_twins(self, adapter: RestoreAdapter, entries: Mapping[str, Any]) -> None:
         """Restore one of two entries for the same live tensor. Entries with digests are compared by those."""
+        if adapter.models is None:
+            return
         present = [path for path in adapter.live if self._restores(path, entries) and path not in self.matched.tied]
-        if adapter.models is None or not present or _has_digest(entries[present[0]]):
+        if not present or _has_digest(entries[present[0]]):
             return
         for path, partner in find_tied(adapter, present, present).items():
             entry, other = entries[path], entries[partner]

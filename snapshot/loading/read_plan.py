@@ -7,9 +7,11 @@ read into a slot, and copied with strides, a cast or a device transfer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
-from itertools import chain
+from itertools import chain, count, repeat
+from operator import add, attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,6 +100,11 @@ class LiveTarget(NamedTuple):
     """Of a mapped tensor: its entry."""
 
 
+_AT_ONCE = 256
+"""Live tensors whose properties are read at once."""
+_dtype, _shape, _nbytes, _on_host = map(attrgetter, ("dtype", "shape", "nbytes", "is_cpu"))
+
+
 class ReadPlan:
     """Collects the ranges to read for one operation."""
 
@@ -119,14 +126,14 @@ class ReadPlan:
         self._finish_objects: list[Callable[[], None]] = []
         self._made: dict[tuple[Any, ...], torch.Tensor] = {}
         self.targets: list[LiveTarget] = []
-        """Live tensors to fill, but those of `request_if_equal`."""
+        """Live tensors to fill, but those of `request_equal`."""
         self._whole: dict[str, bytearray | SavedFile] = {}
         """Files whose pickles are run: their bytes, then their contents."""
         self._boxes: dict[tuple[Any, ...], torch.Tensor] = {}
         self._filled: dict[str, dict[int, ReadRequest | tuple[Any, torch.Tensor]]] = {}
         """By location and begin: the request that fills a live tensor, or an entry and the tensor for it."""
         self._kept: list[tuple[str, torch.UntypedStorage, int]] = []
-        """Names, memory and addresses of `request_if_equal`: no memory is freed if a tensor gets another one."""
+        """Names, memory and addresses of `request_equal`: no memory is freed if a tensor gets another one."""
         self._generators: dict[int, tuple[Any, Any]] = {}
         """The live generators that are filled."""
         self._claims = MemoryClaims(files)
@@ -263,43 +270,72 @@ class ReadPlan:
 
     # Existing destinations
 
-    def request_if_equal(self, path: str, entry: e.TensorEntry, held: Any, exact: bool) -> bool:
-        """Request a range straight into a live tensor's memory, if everything agrees. Return False if not.
+    def request_equal(
+        self, paths: Sequence[str], entries: Sequence[e.TensorEntry], tensors: Sequence[torch.Tensor]
+    ) -> list[int]:
+        """Request ranges straight into the memory of plain live tensors, where all agrees; return their positions.
 
-        Most tensors of most restores come this way, and each of its steps costs as much as the read of a small one.
+        Most tensors of most restores come this way, and each of its steps costs as much as the read of a small one. So
+        torch's properties are read by `map`, without a step of Python for each tensor.
         """
-        kind = type(held)
-        if kind is not torch.Tensor and not (exact and kind is torch.nn.Parameter):
-            return False
-        if held.is_nested or held.shape != entry.shape:
-            return False
-        location, (begin, end) = entry.location, entry.byte_range
-        file = self.files.get(location)
+        made: list[int] = []
+        for begin in range(0, len(tensors), _AT_ONCE):
+            block = slice(begin, begin + _AT_ONCE)
+            with suppress(RuntimeError):  # raised by torch for an odd tensor: its block is matched one by one
+                self._request_block(begin, paths[block], entries[block], tensors[block], made)
+        return made
+
+    def _request_block(
+        self,
+        begin: int,
+        paths: Sequence[str],
+        entries: Sequence[e.TensorEntry],
+        tensors: Sequence[torch.Tensor],
+        made: list[int],
+    ) -> None:
+        location, file = "", None
+        filled: dict[int, ReadRequest | tuple[Any, torch.Tensor]] = {}
+        addresses, storages = map(torch.Tensor.data_ptr, tensors), list(map(torch.Tensor.untyped_storage, tensors))
+        begins, lengths = map(torch.UntypedStorage.data_ptr, storages), map(torch.UntypedStorage.nbytes, storages)
+        plain: Iterable[bool] = repeat(True)
         if (
-            NAMES.get(held.dtype) != entry.dtype
-            or entry.serializer != "raw"
-            or entry.extra is not None
-            or file is None
-            or file.in_base
-            or held.layout is not torch.strided
-            or held.nbytes != end - begin
-            or not is_plain(held)
-            or not file.header <= begin <= end <= file.size
-            or end - begin > BLOCK
-            or begin == end
-            or begin in (filled := self._filled.setdefault(location, {}))
-            or not (address := held.data_ptr())
+            not all(map(torch.Tensor.is_contiguous, tensors))
+            or not all(map(_on_host, tensors))
+            or any(map(torch.Tensor.is_neg, tensors))
+            or any(map(torch.Tensor.is_conj, tensors))
         ):
-            return False
-        storage = held.untyped_storage()
-        if address + end - begin > storage.data_ptr() + storage.nbytes():
-            return False  # it was shrunk, which the caller reports
-        # The storage is kept, so that its memory stays where it is until the bytes arrive.
-        self._kept.append((path, storage, address))
-        filled[begin] = request = ReadRequest(path, entry, location, begin, end, address, None, True)
-        self.requests.append(request)
-        self.values[path] = held
-        return True
+            plain = map(is_plain, tensors)
+        columns = zip(paths, entries, tensors, addresses, map(_nbytes, tensors), map(_dtype, tensors), strict=True)
+        more = zip(map(_shape, tensors), plain, storages, map(add, begins, lengths), strict=False)
+        for number, (path, entry, held, address, nbytes, dtype), (shape, fits, storage, limit) in zip(
+            count(begin), columns, more, strict=False
+        ):
+            if entry.location != location:
+                location = entry.location
+                file, filled = self.files.get(location), self._filled.setdefault(location, {})
+            low, high = entry.byte_range
+            if (
+                not fits
+                or shape != entry.shape
+                or NAMES.get(dtype) != entry.dtype
+                or entry.serializer != "raw"
+                or entry.extra is not None
+                or file is None
+                or file.in_base
+                or nbytes != high - low
+                or not file.header <= low <= high <= file.size
+                or not 0 < nbytes <= BLOCK
+                or low in filled
+                or not address
+                or address + nbytes > limit  # it was shrunk, which the caller reports
+            ):
+                continue
+            # The storage is kept, so that its memory stays where it is until the bytes arrive.
+            self._kept.append((path, storage, address))
+            filled[low] = request = ReadRequest(path, entry, location, low, high, address, None, True)
+            self.requests.append(request)
+            self.values[path] = held
+            made.append(number)
 
     def into(self, path: str, entry: e.AnyTensor, target: torch.Tensor, *, live: bool = False) -> None:
         """Fill a tensor of the entry's shape, with any dtype, strides and device. The entry has been checked."""
@@ -535,10 +571,16 @@ class ReadPlan:
     def _expect_in_place(self) -> None:
         """Raise if live tensors have other memory than that which was filled."""
         kept, self._kept = self._kept, []
-        plain, values = (torch.Tensor, torch.nn.Parameter), self.values
-        replaced = [
-            name for name, _, address in kept if type(values.get(name)) in plain and values[name].data_ptr() != address
-        ]
+        plain, values = {torch.Tensor, torch.nn.Parameter}, self.values
+        replaced: list[str] = []
+        held: list[Any] = [values.get(name) for name, _, _ in kept]
+        addresses = [address for _, _, address in kept]
+        if not set(map(type, held)) <= plain or list(map(torch.Tensor.data_ptr, held)) != addresses:
+            replaced += [
+                name
+                for (name, _, address), each in zip(kept, held, strict=True)
+                if type(each) in plain and each.data_ptr() != address
+            ]
         replaced += [  # a target may be a part of the value
             each.name
             for each in self.targets

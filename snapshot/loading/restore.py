@@ -13,7 +13,6 @@ from snapshot.distributed.operation import Operation
 from snapshot.errors import CorruptSnapshotError, RestoreError, SnapshotError, noting
 from snapshot.events import log
 from snapshot.io.loop import run
-from snapshot.io.system import gc_paused
 from snapshot.loading.choose import find_receivers
 from snapshot.loading.open import Opened, expect_conditions, expect_files, remember_plan
 from snapshot.loading.read_plan import ReadPlan
@@ -69,8 +68,7 @@ class Restore:
     def run(self, app_state: Mapping[str, Any]) -> RestoreReport:
         """Run all steps."""
         try:
-            with gc_paused():
-                return self._run(app_state)
+            return self._run(app_state)
         except Exception as error:
             note = f"live tensors that were written: {', '.join(sorted(self._touched))}"
             known = isinstance(error, CorruptSnapshotError) or note in getattr(error, "__notes__", ())

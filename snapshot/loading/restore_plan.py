@@ -134,6 +134,9 @@ def find_lacking_parts(document: Document, plan: RestorePlan) -> list[PartEntry]
 
 def _share_names(live: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
     """Return the live values under the same strings as the entries, so that millions of names are in memory once."""
+    leaves = [path for path, entry in entries.items() if not entry.is_container]
+    if leaves == list(live):
+        return dict(zip(leaves, live.values(), strict=True))
     names = {path: path for path in entries if path in live}
     return {names.get(path, path): value for path, value in live.items()}
 

@@ -46,8 +46,11 @@ def find_shared_memory(read_plan: ReadPlan) -> list[str]:
 
 def _find_clusters(places: Sequence[LiveTarget | ReadRequest]) -> list[list[LiveTarget | ReadRequest]]:
     """Return the groups of places whose ranges of memory overlap, each group in the order of its addresses."""
-    begins = np.fromiter(map(_begin_of, places), np.uint64, len(places))
-    ends = begins + np.fromiter(map(_span_of, places), np.uint64, len(places))
+    count = len(places)
+    addresses = (each.address if type(each) is ReadRequest else _begin_of(each) for each in places)
+    spans = (each.end - each.begin if type(each) is ReadRequest else _span_of(each) for each in places)
+    begins = np.fromiter(addresses, np.uint64, count)
+    ends = begins + np.fromiter(spans, np.uint64, count)
     order = np.argsort(begins, kind="stable")
     reach = np.maximum.accumulate(ends[order]) if places else ends
     joined = begins[order][1:] < reach[:-1]

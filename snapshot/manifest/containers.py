@@ -12,7 +12,7 @@ import msgspec
 from msgspec import field
 
 from snapshot.errors import CorruptSnapshotError, UnsupportedFormatError
-from snapshot.manifest.paths import decode_key, find_tagged_keys, key_component
+from snapshot.manifest.paths import are_components, decode_key, decode_keys, find_tagged_keys, key_component
 from snapshot.manifest.plain_tree import PLAIN_TREE
 from snapshot.manifest.values import AnyValue, Entry, Scalar, check_class_name
 from snapshot.saved import SavedObject
@@ -152,13 +152,15 @@ class DictEntry(Container, tag="dict"):
         return dict(items)
 
     def build(self, children: Sequence[Any]) -> Any:
-        return self.make(list(zip(map(decode_key, self.keys), children, strict=True)))
+        return self.make(list(zip(decode_keys(self.keys), children, strict=True)))
 
     @property
     def width(self) -> int:
         return len(self.keys)
 
     def check(self, path: str) -> None:
+        if dict not in set(map(type, self.keys)):
+            return
         alike = collections.Counter(hash(decode_key(key)) for key in self.keys if type(key) is dict)
         if sum(count * count for count in alike.values()) > MOST_COMPARISONS:
             raise CorruptSnapshotError(f"{path}: too many hash collisions of keys; refusing a hostile manifest")
@@ -173,13 +175,10 @@ class DictEntry(Container, tag="dict"):
         return msgspec.structs.replace(self, keys=keys, tagged=find_tagged_keys(map(decode_key, keys)) or None)
 
     def components(self) -> list[str]:
+        if not self.tagged and are_components(self.keys):
+            return list(self.keys)  # type: ignore[arg-type]
         tagged = set(self.tagged or ())
-        return [
-            key
-            if type(key) is str and key.isascii() and "/" not in key and "%" not in key
-            else key_component(key, i in tagged)
-            for i, key in enumerate(self.keys)
-        ]
+        return [key_component(key, i in tagged) for i, key in enumerate(self.keys)]
 
 
 class OrderedDictEntry(DictEntry, tag="OrderedDict"):
@@ -264,7 +263,7 @@ class Compound(DictEntry):
     def check(self, path: str) -> None:
         super().check(path)
         check_class_name(self.obj_type)
-        names = [decode_key(key) for key in self.keys]
+        names = decode_keys(self.keys)
         if not all(type(name) is str for name in names) or len(set(names)) < len(names) or self.tagged:
             raise CorruptSnapshotError(f"{path}: field names must be distinct strings")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from snapshot.errors import CorruptSnapshotError
@@ -93,6 +93,23 @@ def decode_key(key: str | int | dict[str, str]) -> Any:
         raise CorruptSnapshotError(f"invalid dict key {str(key)[:80]}") from error
 
 
+def decode_keys(keys: Sequence[str | int | dict[str, str]]) -> Sequence[Any]:
+    """Return the dict's keys that the items of `keys` encode.
+
+    >>> decode_keys(["a", 1]), decode_keys(["a", {"bool": "True"}])
+    (['a', 1], ['a', True])
+    """
+    return keys if dict not in set(map(type, keys)) else list(map(decode_key, keys))
+
+
+def are_components(keys: Collection[Any]) -> bool:
+    """Return True if all keys are strings that are their own components, as nearly all are."""
+    if not set(map(type, keys)) <= {str}:
+        return False
+    text = "".join(keys)
+    return text.isascii() and "/" not in text and "%" not in text
+
+
 def key_component(key: str | int | dict[str, str], tagged: bool) -> str:
     """Return the path component of an item of `keys`."""
     value = decode_key(key)
@@ -117,8 +134,10 @@ def name_keys(keys: Iterable[Any]) -> list[str | None]:
     ['a%2Fb', '%int:1', '1', None]
     """
     keys = list(keys)
+    if are_components(keys):
+        return keys
     if all(type(key) is str for key in keys):
-        return [key if key.isascii() and "/" not in key and "%" not in key else encode_component(key) for key in keys]
+        return list(map(encode_component, keys))
     tagged = set(find_tagged_keys(keys))
     return [None if key is None else key_component(key, i in tagged) for i, key in enumerate(map(encode_key, keys))]
 

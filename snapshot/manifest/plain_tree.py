@@ -43,6 +43,18 @@ _LOW, _HIGH = -(1 << 63), (1 << 64) - 1
 _encoder = msgspec.json.Encoder()
 
 
+def may_be_tree(value: list[Any] | dict[Any, Any]) -> bool:
+    """Return False for a list or a dict that is no tree, as most are, after a look at its first values.
+
+    >>> may_be_tree([1, 2]), may_be_tree([[1], [2]])
+    (False, True)
+    """
+    inner = value.values() if type(value) is dict else value
+    return type(next(iter(inner), None)) in PLAIN_KINDS and (
+        len(inner) >= FEWEST or not _TREES.isdisjoint(map(type, inner))
+    )
+
+
 def encode_tree(value: Any) -> bytes | None:
     """Return the text of a tree; None for a tree with fewer values, or with other ones.
 

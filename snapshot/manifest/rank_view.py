@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import msgspec
@@ -93,7 +94,7 @@ def _check_widths(entries: Mapping[str, Any], most: int) -> None:
 
     The names alone could exhaust the memory.
     """
-    if max((path.count("/") for path in entries), default=0) > DEEPEST + 1:
+    if max(map(str.count, entries, repeat("/")), default=0) > DEEPEST + 1:
         raise CorruptSnapshotError(f"the manifest is nested more than {DEEPEST} deep")
     if sum(max(0, entry.width) for entry in entries.values() if entry.is_container) > most:
         raise CorruptSnapshotError(f"the manifest's containers have more children than its {most} entries")

@@ -182,8 +182,11 @@ class Scalar(Entry):
         return f"{self.kind} {text[:LONGEST_SUMMARY]}{'...' if len(text) > LONGEST_SUMMARY else ''}"
 
 
+_pack_float = struct.Struct(">d").pack
+
+
 def _write_float(value: float) -> str:
-    return struct.pack(">d", value).hex()
+    return _pack_float(value).hex()
 
 
 def _read_float(text: str) -> float:
@@ -361,18 +364,35 @@ LONG = 16 << 10
 """Strings and bytes longer than this are stored in a data file."""
 
 
+def _make_str_entry(value: str) -> Scalar | None:
+    if len(value) > LONG:
+        return None
+    escaped = encode_text(value)
+    return StrEntry(value) if escaped is None else StrEntry(escaped, escaped=True)
+
+
+def _make_scalar_entry(kind: type[Scalar], value: Any) -> Scalar:
+    return kind(kind.write(value))
+
+
+_MAKERS: dict[type, Callable[[Any], Scalar | None]] = {
+    **{kind: functools.partial(_make_scalar_entry, entry) for kind, entry in SCALARS.items()},
+    int: lambda value: IntEntry(write_int(value)),
+    float: lambda value: FloatEntry(_write_float(value), repr(value)),
+    complex: lambda value: ComplexEntry(ComplexEntry.write(value), repr(value)),
+    bytes: lambda value: None if len(value) > LONG else BytesEntry(BytesEntry.write(value)),
+    str: _make_str_entry,
+}
+
+
 def make_scalar_entry(value: Any) -> Scalar | None:
     """Return the entry of a value that is stored in the manifest itself; None for other values."""
     kind = type(value)
-    if kind is str:
-        if len(value) > LONG:
-            return None
-        escaped = encode_text(value)
-        return StrEntry(value) if escaped is None else StrEntry(escaped, escaped=True)
+    make = _MAKERS.get(kind)
+    if make is not None:
+        return make(value)
     entry = find_scalar(kind)
-    if entry is None or (kind is bytes and len(value) > LONG):
-        return None
-    return entry(entry.write(value), repr(value) if kind in (float, complex) else None)
+    return None if entry is None else entry(entry.write(value))
 
 
 # Values of the standard library, stored in the manifest as texts: dates, paths, exact numbers, Enum members.
@@ -726,9 +746,15 @@ def make_typed_entry(value: Any) -> Typed | None:
     return entry(text)
 
 
+PLAIN_MAKERS: dict[type, Callable[[Any], Scalar | None]] = {**_MAKERS, **dict.fromkeys(TYPED, make_typed_entry)}
+"""Exact types of the values that are stored in the manifest itself, with functions that return their entries, or None:
+see `make_plain_entry`."""
+
+
 def make_plain_entry(value: Any) -> Scalar | None:
     """Return the entry of a value of any type that is stored in the manifest itself; None for other values."""
-    return make_typed_entry(value) if type(value) in TYPED else make_scalar_entry(value)
+    make = PLAIN_MAKERS.get(type(value))
+    return None if make is None else make(value)
 
 
 AnyValue = Union[  # noqa: UP007 - msgspec wants one union, and mypy one spelling of it

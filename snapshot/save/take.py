@@ -71,6 +71,7 @@ def _timed(verb: str, path: Path) -> Iterator[None]:
             emit("blocked", verb, place, seconds=round(time.perf_counter() - began, 3))
 
 
+@gc_paused()  # until all that it made is freed: what is left would be examined at once
 def run_take(
     path: Path,
     app_state: AppState,
@@ -82,7 +83,6 @@ def run_take(
         _timed("take", path),
         Exchange(ranks_of(pg), "take", call.timeout) as exchange,
         at_work(),
-        gc_paused(),
     ):
         options = call.request()  # its errors are sent to the other ranks
         statefuls = map_modules(app_state)

@@ -9,8 +9,9 @@ import io
 import pickle
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
-from itertools import islice
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import islice, repeat
+from operator import is_
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,21 +43,21 @@ from snapshot.manifest.entries import is_leaf
 from snapshot.manifest.objects import encode_object
 from snapshot.manifest.paths import (
     add_parents,
+    are_components,
     decode_key,
     encode_component,
     encode_key,
     find_tagged_keys,
     key_component,
 )
-from snapshot.manifest.plain_tree import GROUPS, PLAIN_KINDS, PLAIN_TREE, encode_tree
+from snapshot.manifest.plain_tree import GROUPS, PLAIN_TREE, encode_tree, may_be_tree
 from snapshot.manifest.rank_view import DEEPEST
-from snapshot.manifest.values import LONGEST_NAME, TYPED, Scalar, make_enum_entry, make_plain_entry
+from snapshot.manifest.values import LONGEST_NAME, PLAIN_MAKERS, TYPED, Scalar, make_enum_entry, make_plain_entry
 from snapshot.saved import SavedObject, class_name
 from snapshot.state import compound
 from snapshot.state.compound import collect_leaves, find_components, find_form
 from snapshot.state.flatten_cache import read_module_versions, remember_state, replay_state
-from snapshot.state.leaves import LOW, SIMPLE, Blob, FromOneRank, Leaf, TensorLeaves
-from snapshot.state.sharded import describes_parts
+from snapshot.state.leaves import AT_ONCE, FEW, Blob, FromOneRank, TensorLeaves
 from snapshot.tensors import composite
 
 MISSING: Any = object()
@@ -71,12 +72,12 @@ def inflate_tree(path: str, entries: Mapping[str, Any], values: Mapping[str, Any
     entry = entries.get(path)
     if path in values or entry is None or not entry.is_container:
         return values.get(path, MISSING)
-    prefix = path + "/"
-    children = []
-    for text in entry.components():
-        below = prefix + text
-        children.append(values[below] if below in values else inflate_tree(below, entries, values))
-    if any(child is MISSING for child in children):
+    below = list(map((path + "/").__add__, entry.components()))
+    children = list(map(values.get, below, repeat(entry)))  # an entry is no value
+    for at, child in enumerate(children):
+        if child is entry:
+            children[at] = inflate_tree(below[at], entries, values)
+    if any(map(is_, children, repeat(MISSING))):
         if not entry.is_keyed:
             raise RestoreError(f"{path}: a sequence cannot be restored without some of its elements", [path])
         return entry.without_children(child is MISSING for child in children).build(
@@ -160,7 +161,7 @@ def _find_dict_maker(value: dict[Any, Any]) -> Callable[[list[Any], list[int] | 
 # Flattening: nested containers become entries, tensors become leaves under logical paths.
 #
 # This is the hottest Python of a take: a snapshot of 10,000 small tensors spends more here than in system calls. So
-# there is one dispatch by exact type, and a plain tensor costs one small struct.
+# there is one dispatch by exact type, and a plain tensor costs one small struct. Many of them are added at once.
 
 
 class Flattened(TensorLeaves):
@@ -213,7 +214,7 @@ class Flattened(TensorLeaves):
     def _add_tree(self, path: str, value: Any) -> bool:
         """Store a list or a dict of many plain values as one object. Return False for any other one."""
         fits = self._fits_tree
-        if fits is None or f"/{GROUPS}" in path or not fits(path, value):
+        if fits is None or not may_be_tree(value) or f"/{GROUPS}" in path or not fits(path, value):
             return False
         text = encode_tree(value)
         if text is not None:
@@ -222,16 +223,40 @@ class Flattened(TensorLeaves):
 
     def _add_sequence(self, path: str, value: Any, depth: int) -> None:
         self._check_depth(path, depth)
-        if depth and type(value) is list and value and type(value[0]) in PLAIN_KINDS and self._add_tree(path, value):
+        if depth and type(value) is list and self._add_tree(path, value):
             return
         if type(value) is deque:
             self.entries[path] = DequeEntry(len(value), maxlen=value.maxlen)
         else:
             self.entries[path] = SEQUENCES[type(value)](len(value))
-        visitors = _VISITORS
-        for i, child in enumerate(value):
-            self._expect_included(f"{path}/{i}")
-            visitors.get(type(child), Flattened._add_value)(self, f"{path}/{i}", child, depth + 1)
+        paths = [f"{path}/{number}" for number in range(len(value))]
+        if self._excluded is None:
+            self._add_all(paths, value, depth + 1)
+            return
+        for below, child in zip(paths, value, strict=True):
+            self._expect_included(below)
+            self._add_all([below], [child], depth + 1)
+
+    def _add_all(self, paths: Iterable[str], values: Collection[Any], depth: int) -> None:
+        """Flatten the values of a container."""
+        if len(values) < FEW or torch.Tensor not in set(map(type, values)):
+            self._add_each(paths, values, depth)
+            return
+        below, children = list(paths), list(values)
+        for begin in range(0, len(below), AT_ONCE):
+            block = slice(begin, begin + AT_ONCE)
+            if not self._add_plain_tensors(below[block], children[block]):
+                self._add_each(below[block], children[block], depth)
+
+    def _add_each(self, paths: Iterable[str], values: Iterable[Any], depth: int) -> None:
+        entries, makers, visitors = self.entries, PLAIN_MAKERS, _VISITORS
+        for path, value in zip(paths, values, strict=True):
+            make = makers.get(type(value))
+            entry = None if make is None else make(value)
+            if entry is None:
+                visitors.get(type(value), Flattened._add_value)(self, path, value, depth)
+            else:
+                entries[path] = entry
 
     def _expect_included(self, path: str) -> None:
         if self._excluded is not None and self._excluded(path):
@@ -240,25 +265,25 @@ class Flattened(TensorLeaves):
     def _add_slice(self, path: str, value: slice, depth: int) -> None:
         self._check_depth(path, depth)
         self.entries[path] = SliceEntry(3)
-        for i, child in enumerate((value.start, value.stop, value.step)):
-            self._expect_included(f"{path}/{i}")
-            _VISITORS.get(type(child), Flattened._add_value)(self, f"{path}/{i}", child, depth + 1)
+        for number in range(3):
+            self._expect_included(f"{path}/{number}")
+        self._add_all([f"{path}/{number}" for number in range(3)], (value.start, value.stop, value.step), depth + 1)
 
     def _add_dict(self, path: str, value: dict[Any, Any], depth: int) -> None:
         self._check_depth(path, depth)
-        plain = type(value) is dict and type(next(iter(value.values()), None)) in PLAIN_KINDS
-        if plain and depth and value and self._add_tree(path, value):  # a stateful's own dict is always a container
+        if depth and type(value) is dict and self._add_tree(path, value):  # a stateful's own dict is always a container
             return
         make = _find_dict_maker(value)
         keys = list(value)
-        strings = all(type(key) is str for key in keys)
-        recorded = keys if strings and all(map(str.isascii, keys)) else [encode_key(key) for key in keys]
+        names = keys if are_components(keys) else None
+        strings = names is not None or set(map(type, keys)) <= _STRING
+        recorded = [encode_key(key) for key in keys] if names is None else keys
         if make is None or None in recorded:
             self._add_object(path, value)
             return
         if strings and self._excluded is None:
             self.entries[path] = make(recorded, None)
-            self.add_named(path + "/", value, depth)
+            self.add_named(path + "/", value, depth, names)
             return
         tagged = set(find_tagged_keys(keys))  # also of keys that are excluded: names are those of the whole dict
         held = [
@@ -271,42 +296,10 @@ class Flattened(TensorLeaves):
         for _, _, below, child in held:
             _VISITORS.get(type(child), Flattened._add_value)(self, below, child, depth + 1)
 
-    def add_named(self, prefix: str, value: dict[str, Any], depth: int) -> None:
-        """Flatten the values of a dict whose keys are all strings.
-
-        The fast path of `_add_tensor` is inlined here: a model can have tens of thousands of plain tensors, and this
-        loop dominates a take of small ones.
-        """
-        tensor_type, strided, prepare = torch.Tensor, torch.strided, self._prepare
-        entries, leaves, seen, shapes, visitors = self.entries, self.leaves, self.seen, self._shapes, _VISITORS
-        for key, child in value.items():
-            path = prefix + (key if key.isascii() and "/" not in key and "%" not in key else encode_component(key))
-            if type(child) is not tensor_type or prepare is not None:
-                visitors.get(type(child), Flattened._add_value)(self, path, child, depth + 1)
-                continue
-            dtype = SIMPLE.get(child.dtype)
-            if (
-                dtype is None
-                or not child.is_cpu
-                or describes_parts(child)
-                or child.layout is not strided
-                or child.is_nested
-                or child.requires_grad
-                or child.is_neg()
-                or not child.is_contiguous()
-                or not (nbytes := child.nbytes)
-                or (address := child.data_ptr()) in seen
-                or (address < LOW and composite.is_freed(child))
-            ):
-                self._add_tensor(path, child)
-                continue
-            size = child.shape
-            shape = shapes.get(size)
-            if shape is None:
-                shape = shapes[size] = tuple(size)
-            entries[path] = None
-            seen[address] = leaf = Leaf(path, child, dtype, shape, nbytes, address, True)
-            leaves.append(leaf)
+    def add_named(self, prefix: str, value: dict[str, Any], depth: int, names: Iterable[str] | None = None) -> None:
+        """Flatten the values of a dict whose keys are all strings. `names`: their components, if these are known."""
+        paths = map(prefix.__add__, map(encode_component, value) if names is None else names)
+        self._add_all(paths, value.values(), depth + 1)
 
     def _check_depth(self, path: str, depth: int) -> None:
         if depth > DEEPEST:
@@ -513,4 +506,5 @@ _VISITORS: dict[type, _Visitor] = {
     SavedObject: Flattened._add_saved,
     **dict.fromkeys(NAMESPACES, Flattened._add_instance),
 }
+_STRING = {str}
 _NAMED_PARTS: dict[str, type[Compound]] = {compound.RECORD: RecordEntry, compound.NAMED: NamedTupleEntry}

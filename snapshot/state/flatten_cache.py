@@ -13,8 +13,8 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice, repeat
-from operator import attrgetter, is_, lt
+from itertools import count, islice, repeat
+from operator import attrgetter, is_, is_not, lt
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ _EXACT = frozenset((int, str, bool, bytes, type(None), torch.dtype, torch.device
 _KNOWN = frozenset((*SCALARS, *_EXACT, *TYPED))
 _dtype, _shape, _device = attrgetter("dtype"), attrgetter("shape"), attrgetter("device")
 _on_host, _requires = attrgetter("is_cpu"), attrgetter("requires_grad")
+_path, _wrap = attrgetter("path"), attrgetter("wrap")
+_COLUMNS = tuple(map(attrgetter, ("path", "dtype", "shape", "nbytes", "plain", "extra", "note")))
 
 
 class _Unlike(Exception):
@@ -131,16 +133,13 @@ class _Template:
         _collect_names(path, value, entries, names)
         self.types = list(map(type, children))
         self.entries = entries
-        leaves = {leaf.path: leaf for leaf in made}
         tensors_at: list[int] = []
         self.scalars_at: list[int] = []
-        for index, (kind, name) in enumerate(zip(self.types, names, strict=True)):
+        for index, kind in enumerate(self.types):
             if kind in _TENSORS:
-                if entries[name] is not None or (name not in leaves and flat.ties.get(name) not in leaves):
-                    raise _Unlike
                 tensors_at.append(index)
             elif kind not in _CONTAINERS:
-                if kind not in _KNOWN or not isinstance(entries[name], Scalar):
+                if kind not in _KNOWN or not isinstance(entries[names[index]], Scalar):
                     raise _Unlike
                 self.scalars_at.append(index)
         self.scalars = [children[index] for index in self.scalars_at]
@@ -152,22 +151,22 @@ class _Template:
         self.pattern = _find_aliases(self.likeness.addresses)
         self.likeness.addresses = []
         named = [names[index] for index in self.tensors_at]
-        self.ties = {name: flat.ties[name] for name in named if name not in leaves}
-        order = {path: at for at, path in enumerate(leaves)}
-        self.leaves_at = _pack_numbers(
-            sorted((at for at, name in enumerate(named) if name in leaves), key=lambda at: order[named[at]])
-        )
-        mine = [leaves[named[at]] for at in self.leaves_at]
-        if any(leaf.wrap is not None for leaf in mine):
+        order = dict(zip(map(_path, made), count()))
+        ranks = list(map(order.get, named))
+        self.ties = {name: flat.ties.get(name, "") for name, rank in zip(named, ranks, strict=True) if rank is None}
+        if any(map(is_not, map(entries.get, named), repeat(None))) or not order.keys() >= set(self.ties.values()):
+            raise _Unlike
+        found = [at for at, rank in enumerate(ranks) if rank is not None]
+        found.sort(key=ranks.__getitem__)  # type: ignore[arg-type]
+        self.leaves_at = _pack_numbers(found)
+        mine = [made[ranks[at]] for at in found]  # type: ignore[index]
+        if any(map(is_not, map(_wrap, mine), repeat(None))):
             raise _Unlike
         addresses = [leaf.address for leaf in mine if leaf.nbytes]
         if len(set(addresses)) < len(addresses):
             raise _Unlike  # tensors that begin at one address and are not the same
-        self.full = all(leaf.nbytes for leaf in mine)
-        self.columns: list[Iterable[Any]] = [
-            _pack_equal([getattr(leaf, name) for leaf in mine])
-            for name in ("path", "dtype", "shape", "nbytes", "plain", "extra", "note")
-        ]
+        self.full = len(addresses) == len(mine)
+        self.columns: list[Iterable[Any]] = [_pack_equal(list(map(get, mine))) for get in _COLUMNS]
 
     def replay(self, value: Any, flat: FlatState) -> None:
         """Add a value of the same structure to a flattened state.

@@ -8,7 +8,8 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import add
+from itertools import repeat
+from operator import add, attrgetter, eq, le
 from typing import Any
 
 import msgspec
@@ -330,6 +331,22 @@ _OF_MODULES = frozenset(("persistent", "_is_buffer", "_is_param"))
 """Attributes with which torch marks a module's tensors; torch sets them again."""
 
 
+FEW, AT_ONCE = 8, 256
+"""The fewest values of a dict that are looked at together, and the most."""
+_TENSOR = {torch.Tensor}
+_plain, _address = attrgetter("plain"), attrgetter("address")
+_dtype, _shape, _nbytes = attrgetter("dtype"), attrgetter("shape"), attrgetter("nbytes")
+_on_host, _requires_grad, _attributes = attrgetter("is_cpu"), attrgetter("requires_grad"), attrgetter("__dict__")
+
+
+class _KnownShapes(dict[torch.Size, tuple[int, ...]]):
+    """Shapes as tuples: one object for each shape."""
+
+    def __missing__(self, size: torch.Size) -> tuple[int, ...]:
+        shape = self[size] = tuple(size)
+        return shape
+
+
 class TensorLeaves(FlatState, ABC):
     """The leaves of an app state, as they are found."""
 
@@ -356,7 +373,39 @@ class TensorLeaves(FlatState, ABC):
         self._prepared_of: dict[int, list[tuple[torch.Tensor, str]]] = {}
         self._arrays: dict[Any, tuple[str, Any]] = {}
         self._boxes: dict[Any, str] = {}
-        self._shapes: dict[torch.Size, tuple[int, ...]] = {}
+        self._shapes = _KnownShapes()
+
+    def _add_plain_tensors(self, paths: Sequence[str], values: Sequence[Any]) -> bool:
+        """Add values that are all plain tensors with memory of their own. Return False, and add nothing, for others.
+
+        A model can have tens of thousands of small tensors, and reading one property of one dominates the cost of a
+        take. So `map` reads each property of all of them.
+        """
+        if self._prepare is not None or set(map(type, values)) != _TENSOR or any(map(_attributes, values)):
+            return False
+        try:
+            addresses = list(map(torch.Tensor.data_ptr, values))  # raises, unless all are strided
+            shapes = list(map(self._shapes.__getitem__, map(_shape, values)))  # raises for what is nested
+        except RuntimeError:
+            return False
+        dtypes, sizes = list(map(SIMPLE.get, map(_dtype, values))), list(map(_nbytes, values))
+        if (
+            None in dtypes
+            or not all(sizes)
+            or not all(map(_on_host, values))
+            or not all(map(torch.Tensor.is_contiguous, values))
+            or any(map(_requires_grad, values))
+            or any(map(torch.Tensor.is_neg, values))
+            or min(addresses) < LOW  # it may have been freed
+            or len(set(addresses)) < len(addresses)
+            or not self.seen.keys().isdisjoint(addresses)
+        ):
+            return False
+        leaves = list(map(Leaf, paths, values, dtypes, shapes, sizes, addresses, repeat(True)))
+        self.entries.update(dict.fromkeys(paths))
+        self.seen.update(zip(addresses, leaves, strict=True))
+        self.leaves += leaves
+        return True
 
     def _add_tensor(self, path: str, tensor: torch.Tensor, depth: int = 0) -> None:
         """Add a plain tensor in the fewest attribute reads, which dominate the cost."""
@@ -373,10 +422,7 @@ class TensorLeaves(FlatState, ABC):
         if not tensor.is_contiguous() or tensor.requires_grad:
             self._add_described(path, tensor, dtype, None)
             return
-        size = tensor.shape
-        shape = self._shapes.get(size)
-        if shape is None:
-            shape = self._shapes[size] = tuple(size)
+        shape = self._shapes[tensor.shape]
         nbytes = tensor.nbytes
         plain = not tensor.is_neg() and not (dtype in _COMPLEX and tensor.is_conj())
         address = tensor.data_ptr() if nbytes else 0
@@ -594,8 +640,13 @@ def hold_memory(leaves: Sequence[Leaf]) -> list[torch.UntypedStorage]:
     held = [leaf for leaf in leaves if leaf.address]
     tensors = [leaf.tensor for leaf in held]
     storages = list(map(torch.Tensor.untyped_storage, tensors))
-    ends = map(add, map(torch.UntypedStorage.data_ptr, storages), map(torch.UntypedStorage.nbytes, storages))
-    for leaf, address, end in zip(held, map(torch.Tensor.data_ptr, tensors), ends, strict=True):
+    limits = map(add, map(torch.UntypedStorage.data_ptr, storages), map(torch.UntypedStorage.nbytes, storages))
+    ends = map(add, map(torch.Tensor.data_ptr, tensors), map(_nbytes, held))
+    as_known = map(eq, map(torch.Tensor.data_ptr, tensors), map(_address, held))
+    if all(map(_plain, held)) and all(as_known) and all(map(le, ends, limits)):
+        return storages
+    limits = map(add, map(torch.UntypedStorage.data_ptr, storages), map(torch.UntypedStorage.nbytes, storages))
+    for leaf, address, end in zip(held, map(torch.Tensor.data_ptr, tensors), limits, strict=True):
         if address != leaf.address:
             raise SnapshotError(
                 f"{leaf.path}: its memory was replaced while the state was collected, by another thread or another "

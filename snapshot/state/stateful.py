@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from snapshot.events import warn
-from snapshot.manifest.paths import decode_key, encode_component
+from snapshot.manifest.paths import decode_keys, encode_component
 from snapshot.state.compound import collect_leaves
 from snapshot.state.flatten import MISSING
 from snapshot.state.foreign_parts import read_state
@@ -195,7 +195,8 @@ class StateDictAdapter(RestoreAdapter):
     """A `StateDict`: its own keys are set one by one, with the saved values."""
 
     def find_mismatches(self, entries: Mapping[str, Any]) -> list[str]:
-        if find_names_beneath(self.key, entries) is not None:
+        top = entries.get(self.key)
+        if top is not None and top.is_keyed:
             return []
         return [f"{self.key}: the snapshot holds no dictionary under this key"]
 
@@ -207,7 +208,10 @@ class StateDictAdapter(RestoreAdapter):
 
     def find_kept(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         top = entries.get(self.key)
-        saved = set(map(decode_key, top.keys)) if top is not None and top.is_keyed else set()
+        keys = decode_keys(top.keys) if top is not None and top.is_keyed else []
+        if keys == list(self.state):
+            return {}
+        saved = set(keys)
         return {f"{self.key}/{encode_component(str(key))}": key for key in self.state if key not in saved}
 
     def drop_keys(self, keys: Iterable[Any]) -> None:

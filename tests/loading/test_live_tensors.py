@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapshot import RestoreError, Snapshot, StateDict
+from snapshot.loading import read_plan
 from snapshot.loading.live import is_writable
 from snapshot.loading.read_requests import copy_into
 from snapshot.testing import stalling
@@ -64,3 +65,50 @@ def test_restore_raises_if_live_memory_is_replaced_during_it(length):
             restored.result(30)
     assert all(each.eq(3).all() for each in others)
     assert live["a"].eq(2).all()
+
+
+ODD = {
+    "equal": torch.clone,
+    "trained": lambda t: t.clone().requires_grad_(),
+    "attribute": lambda t: setattr(made := t.clone(), "note", 1) or made,
+    "strided": lambda t: torch.zeros(2, len(t)).t()[:, 0],
+    "negative": lambda t: torch.complex(t, t).conj().imag,
+    "other dtype": lambda t: t.double(),
+    "other shape": lambda t: torch.zeros(len(t) + 1),
+    "sparse": lambda t: t.to_sparse(),
+    "no tensor": lambda t: 5,
+}
+
+
+@given(
+    st.lists(st.sampled_from(sorted(ODD)), min_size=1, max_size=12),
+    st.lists(st.integers(0, 11), max_size=3),
+)
+def test_restore_fills_equal_live_tensors_in_place_and_replaces_or_copies_to_others(kinds, tied):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read_plan, "_AT_ONCE", 4)
+        saved = {f"k{number}": torch.arange(1.0, 4.0) + number for number in range(len(kinds))}
+        for number in tied:
+            saved[f"tied{number}"] = saved[f"k{number % len(kinds)}"]
+        Snapshot.take("memory://equal", {"s": StateDict(saved)}, overwrite=True)
+        live = {
+            name: ODD[kind](torch.zeros(3)) for name, kind in zip(saved, kinds + ["equal"] * len(tied), strict=False)
+        }
+        target = StateDict(live)
+        Snapshot("memory://equal").restore({"s": target})
+    for (name, value), kind in zip(saved.items(), kinds + ["equal"] * len(tied), strict=False):
+        assert torch.equal(target[name].detach(), value)
+        assert target[name].dtype == value.dtype
+        if kind in ("equal", "trained", "attribute", "strided"):
+            assert target[name] is live[name]
+
+
+@pytest.mark.parametrize("count", [3, 600])
+def test_restore_refuses_a_shrunk_tensor_among_many(count):
+    saved = {f"k{number}": torch.ones(4) for number in range(count)}
+    Snapshot.take("memory://shrunk", {"s": torch.nn.ParameterDict(saved)}, overwrite=True)
+    live = torch.nn.ParameterDict({name: torch.zeros(4) for name in saved})
+    live["k1"].untyped_storage().resize_(8)
+    with pytest.raises(RestoreError, match="k1"):
+        Snapshot("memory://shrunk").restore({"s": live})
+    assert not live["k0"].any()

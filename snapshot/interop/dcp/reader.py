@@ -381,7 +381,10 @@ class _Load:
         opened = self._opened
         files = opened.document.files
         read_plan = ReadPlan(files, allow_pickle=self._allow_pickle)
-        for item, target in chosen:
+        equal = self._request_equal(read_plan, chosen)
+        for number, (item, target) in enumerate(chosen):
+            if number in equal:
+                continue
             name = item.storage_index.fqn
             path, entry = self._path(item), opened.tensors.get(name)
             if entry is None:
@@ -389,12 +392,6 @@ class _Load:
             offsets, sizes = tuple(item.storage_offsets), tuple(item.lengths)
             if tuple(target.shape) != sizes:
                 raise RestoreError(f"{path}: target must have shape {list(sizes)}, got {list(target.shape)}", [path])
-            if (
-                type(entry) is e.TensorEntry
-                and sizes == entry.shape
-                and read_plan.request_if_equal(path, entry, target, True)
-            ):
-                continue
             partial = name in opened.names.partial
             if path not in self._checked:
                 check_tensor(path, entry, files, partial=partial)
@@ -407,6 +404,20 @@ class _Load:
             else:
                 read_plan.into_box(path, entry, box, target, live=True)
         return read_plan
+
+    def _request_equal(self, read_plan: ReadPlan, chosen: Sequence[tuple[ReadItem, torch.Tensor]]) -> set[int]:
+        """Request whole tensors that are read straight into plain ones, and return their positions."""
+        found = [
+            (number, self._path(item), entry, target)
+            for number, (item, target) in enumerate(chosen)
+            if type(entry := self._opened.tensors.get(item.storage_index.fqn)) is e.TensorEntry
+            and type(target) is torch.Tensor
+            and tuple(item.lengths) == entry.shape
+        ]
+        if not found:
+            return set()
+        numbers, paths, entries, tensors = zip(*found, strict=True)
+        return {numbers[at] for at in read_plan.request_equal(paths, entries, tensors)}
 
 
 def _box(index: MetadataIndex, offsets: tuple[int, ...], sizes: tuple[int, ...], *, partial: bool) -> Box:
