@@ -375,6 +375,12 @@ def _make_scalar_entry(kind: type[Scalar], value: Any) -> Scalar:
     return kind(kind.write(value))
 
 
+def _make_found_entry(value: Any) -> Scalar | None:
+    """Return the entry of a value of torch, whose types are not known before torch is imported; None for others."""
+    entry = find_scalar(type(value))
+    return None if entry is None else entry(entry.write(value))
+
+
 _MAKERS: dict[type, Callable[[Any], Scalar | None]] = {
     **{kind: functools.partial(_make_scalar_entry, entry) for kind, entry in SCALARS.items()},
     int: lambda value: IntEntry(write_int(value)),
@@ -387,12 +393,7 @@ _MAKERS: dict[type, Callable[[Any], Scalar | None]] = {
 
 def make_scalar_entry(value: Any) -> Scalar | None:
     """Return the entry of a value that is stored in the manifest itself; None for other values."""
-    kind = type(value)
-    make = _MAKERS.get(kind)
-    if make is not None:
-        return make(value)
-    entry = find_scalar(kind)
-    return None if entry is None else entry(entry.write(value))
+    return _MAKERS.get(type(value), _make_found_entry)(value)
 
 
 # Values of the standard library, stored in the manifest as texts: dates, paths, exact numbers, Enum members.
@@ -753,8 +754,7 @@ see `make_plain_entry`."""
 
 def make_plain_entry(value: Any) -> Scalar | None:
     """Return the entry of a value of any type that is stored in the manifest itself; None for other values."""
-    make = PLAIN_MAKERS.get(type(value))
-    return None if make is None else make(value)
+    return PLAIN_MAKERS.get(type(value), _make_found_entry)(value)
 
 
 AnyValue = Union[  # noqa: UP007 - msgspec wants one union, and mypy one spelling of it
