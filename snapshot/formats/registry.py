@@ -145,9 +145,8 @@ class SearchedFolder:
     async def may_have(self, made: Format) -> bool:
         """Return True if the folder has a name as a format's folders have one, or if that cannot be told."""
         names = await self.names() if made.names else ()
-        found = not made.names or any(
-            re.fullmatch(made.names, each) for name in names for each in {name, name.rstrip("/")}
-        )
+        spellings = (each for name in names for each in {name, name.rstrip("/")})  # a folder may be there by mistake
+        found = not made.names or any(re.fullmatch(made.names, each) for each in spellings)
         return found or (made.unlisted and not self.is_listed)
 
 
