@@ -15,8 +15,8 @@ from snapshot.errors import SnapshotError
 from snapshot.io.system import unwind_on_signals
 from snapshot_bench.bench_verb import NameList, count, device_name, positive
 from snapshot_bench.measuring import header
+from snapshot_bench.names import PEERS
 from snapshot_bench.rounds import Workspace, describe, place
-from snapshot_bench.systems import PEERS
 from tests.plugins.snapshot_bench import (
     background,
     codecs,
