@@ -25,8 +25,11 @@ def total_memory() -> int:
 
 
 def available_memory() -> int:
-    """Return the memory that this process may still use: of the host, or of its control groups if that is less."""
-    return max(0, min([*_meminfo("MemAvailable"), *(limit - used for limit, used in _control_groups())]))
+    """Return the memory that this process may still use: of the host, or of its control groups if that is less.
+
+    What the kernel gives back for it, such as files in the page cache, counts as available.
+    """
+    return max(0, min([*_meminfo("MemAvailable"), *(limit - used + idle for limit, used, idle in _control_groups())]))
 
 
 def memory_in_use() -> list[tuple[int, int]]:
@@ -35,14 +38,20 @@ def memory_in_use() -> list[tuple[int, int]]:
     The page cache counts as used.
     """
     total, free = _meminfo("MemTotal", "MemFree")
-    return [(total, total - free), *_control_groups()]
+    return [(total, total - free), *((limit, used) for limit, used, _ in _control_groups())]
 
 
-def _control_groups() -> Iterator[tuple[int, int]]:
-    """Yield limit and usage of the control groups of this process that have a limit."""
+def _control_groups() -> Iterator[tuple[int, int, int]]:
+    """Yield limit and usage of the control groups of this process that have a limit, and their files not in use."""
     for limit, usage in _limits(_read("/proc/self/cgroup"), time.monotonic() // LOOK):
         with suppress(ValueError):
-            yield limit, int(_read(usage))
+            yield limit, int(_read(usage)), _inactive(os.path.join(os.path.dirname(usage), "memory.stat"))
+
+
+def _inactive(statistics: str) -> int:
+    """Return the bytes of files that a control group gives back first; those of version 1 have two such lines."""
+    found = dict(line.split()[:2] for line in _read(statistics).splitlines())
+    return int(found.get(b"total_inactive_file", found.get(b"inactive_file", 0)))
 
 
 @lru_cache(maxsize=1)

@@ -30,6 +30,9 @@ KINDS = {
     "conjugate": lambda: torch.ones(2, dtype=torch.complex64).conj(),
     "trained": lambda: torch.ones(2, requires_grad=True),
     "parameter": lambda: torch.nn.Parameter(torch.ones(2)),
+    "dtype": lambda: torch.bfloat16,
+    "device": lambda: torch.device("cpu"),
+    "size": lambda: torch.Size([2, 300]),
     "sparse": lambda: torch.eye(2).to_sparse(),
     "attribute": _with_attribute,
     "tied": lambda: SHARED,
@@ -116,3 +119,12 @@ def test_flattened_freed_tensor_among_many_raises():
     value["k9"].untyped_storage().resize_(0)
     with pytest.raises(SnapshotError, match="s/k9"):
         Flattened().add("s", value)
+
+
+def test_values_of_torch_are_restored_as_they_were(tmp_path):
+    kinds = {"dtype": torch.float8_e4m3fn, "device": torch.device("meta"), "size": torch.Size([2, 300])}
+    Snapshot.take(str(tmp_path / "s"), {"s": StateDict(**kinds, nested={"a": [*kinds.values()]})})
+    live = StateDict(dict.fromkeys(kinds), nested=None)
+    Snapshot(str(tmp_path / "s")).restore({"s": live})
+    assert dict(live) == {**kinds, "nested": {"a": [*kinds.values()]}}
+    assert type(live["size"]) is torch.Size

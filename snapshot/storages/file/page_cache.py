@@ -30,7 +30,8 @@ MOST = 1024
 """Maximum number of files that are recorded."""
 _START, _COMPLETE = 2, 7
 """Flags of `sync_file_range`: start to flush a range; also wait until all of it is flushed."""
-_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ESPIPE)
+_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ESPIPE, errno.EPERM, errno.EACCES)
+"""Errors of systems that do not have the call, or do not permit it: then `fsync` flushes all bytes."""
 
 
 class _Left(NamedTuple):
