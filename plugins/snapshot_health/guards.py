@@ -46,6 +46,7 @@ from snapshot_health.parameter_roles import (
     has_masters,
     is_twin,
     key_of,
+    list_counts,
     stores_live_steps,
 )
 from snapshot_health.samples import (
@@ -236,9 +237,10 @@ class GuardedTake:
             self._groups.append((group, optimizers[key][number]))
         ints = ((path, flat.entries.get(path)) for path in self._roles.counters)
         self._counters = {path: entry.value() for path, entry in ints if isinstance(entry, IntEntry)}
-        self._steps = count_steps(statefuls)
+        counts = list_counts(statefuls)
+        self._steps = count_steps(counts)
         steps = self._roles.find_stored_steps(flat) if len(memory.takes) == 2 else []
-        self._stores_steps = stores_live_steps(statefuls, steps)
+        self._stores_steps = stores_live_steps(counts, steps)
         self._samples = self._sample_moments(flat, leaves)
         for stranger in self._roles.strangers:
             optimizer = optimizers[stranger.key][stranger.place[1]]

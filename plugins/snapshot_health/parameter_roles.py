@@ -9,6 +9,7 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from snapshot.state.rng import RNGState
 from snapshot.tensors.memory import find_local_tensor
 from snapshot_health.samples import Rotation
 
+_requires_grad = attrgetter("requires_grad")
 MOST_NORMS = 64
 """Parameters whose norms a take measures."""
 COUNTERS = frozenset(("step", "steps", "global_step", "epoch", "iteration", "iterations", "samples", "tokens"))
@@ -58,37 +60,38 @@ class Stranger(NamedTuple):
     """The beginning of the paths of its state."""
 
 
-def count_steps(statefuls: Sequence[ModuleMap]) -> tuple[float, bool]:
-    """Return the number of steps that the optimizers of an app state have counted, and True if each of them counts.
+def list_counts(statefuls: Sequence[ModuleMap]) -> list[list[float]]:
+    """Return the numbers of steps that each optimizer of an app state has counted.
 
     These are the optimizers in the app state, and those in attributes of its other objects.
     """
-    counts = [max(_list_counts(each), default=None) for each in _find_all(statefuls)]
-    return sum(each or 0.0 for each in counts), bool(counts) and None not in counts
+    found = (optimizer for each in statefuls for optimizer in each.optimizers or _find_held(each.stateful))
+    return [list(_read_counts(each)) for each in found]
+
+
+def count_steps(counts: Sequence[Sequence[float]]) -> tuple[float, bool]:
+    """Return the number of steps that all optimizers have counted, and True if each of them counts."""
+    return sum(max(each, default=0.0) for each in counts), bool(counts) and all(counts)
 
 
 MOST_COUNTS = 64
 """Stored numbers of steps that are compared with those of optimizers."""
 
 
-def stores_live_steps(statefuls: Sequence[ModuleMap], stored: Sequence[torch.Tensor]) -> bool:
+def stores_live_steps(counts: Sequence[Sequence[float]], stored: Sequence[torch.Tensor]) -> bool:
     """Return True if one of the stored numbers of steps is that of an optimizer: then its state is not an old copy.
 
     The other optimizers may not be saved, or make no steps.
     """
     if not stored:
         return False
-    live = {count for each in _find_all(statefuls) for count in _list_counts(each)}
-    if float(stored[0].detach().double()) in live:  # in most trainings; the others are looked at together
+    live = set(itertools.chain.from_iterable(counts))
+    if stored[0].item() in live:  # in most trainings; the others are looked at together
         return True
     alike: dict[Any, list[torch.Tensor]] = {}
     for each in stored:
         alike.setdefault((each.device, each.dtype, each.shape), []).append(each.detach())
     return any(not live.isdisjoint(torch.stack(held).double().view(-1).tolist()) for held in alike.values())
-
-
-def _find_all(statefuls: Sequence[ModuleMap]) -> list[torch.optim.Optimizer]:
-    return [optimizer for each in statefuls for optimizer in each.optimizers or _find_held(each.stateful)]
 
 
 def _find_held(stateful: Any) -> list[torch.optim.Optimizer]:
@@ -102,7 +105,7 @@ def _find_held(stateful: Any) -> list[torch.optim.Optimizer]:
     return found
 
 
-def _list_counts(optimizer: torch.optim.Optimizer) -> Iterator[float]:
+def _read_counts(optimizer: torch.optim.Optimizer) -> Iterator[float]:
     """Yield the numbers of steps in the state of the first and the last parameters of the groups."""
     for group in optimizer.param_groups:
         held = group["params"]
@@ -390,7 +393,7 @@ def key_of(statefuls: Sequence[ModuleMap], leaves: Sequence[Leaf]) -> tuple[Any,
             id(group["params"][0]),
             id(group["params"][-1]),
             len(group["params"]),
-            sum(each.requires_grad for each in group["params"]),
+            sum(map(_requires_grad, group["params"])),
         )
         if group["params"]
         else ()
