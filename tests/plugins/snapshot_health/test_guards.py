@@ -29,7 +29,7 @@ from snapshot.state.stateful import map_modules
 from snapshot.tensors.memory import find_local_tensor
 from snapshot.testing import recording
 from snapshot_health import guards, samples
-from snapshot_health.parameter_roles import find_steps, stores_live_steps
+from snapshot_health.parameter_roles import find_steps, list_counts, stores_live_steps
 from snapshot_health.samples import SHARE, find_in_whole, find_nonfinite
 from tests.helpers.arguments import for_take
 from tests.helpers.faulty import FAULTY
@@ -150,6 +150,19 @@ def flattened(app):
 def test_guard_nonfinite_reads_any_layout(tensor):
     leaves = flattened({"s": StateDict(w=tensor)}).leaves
     assert find_nonfinite(leaves, 3) == leaves
+
+
+@pytest.mark.parametrize("counts", [[1000] * 200, [3, 1000, 40, 1000] * 50])
+def test_guard_nonfinite_tells_the_greatest_numbers_from_infinity_and_keeps_the_order(counts):
+    for dtype in FLOATS:
+        greatest = torch.finfo(dtype).max
+        tensors = {f"{at:03}": torch.full((n,), greatest * (-1) ** at, dtype=dtype) for at, n in enumerate(counts)}
+        leaves = flattened({"s": StateDict(tensors)}).leaves
+        assert find_in_whole(leaves) == find_nonfinite(leaves, 0) == []
+        bad = [leaves[at] for at in (2, 3, 77, 196, 199)]
+        for leaf, value in zip(bad, [math.inf, -math.inf, math.nan, -math.nan, -math.inf], strict=True):
+            leaf.tensor[-1] = value
+        assert find_in_whole(leaves) == bad
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -845,7 +858,7 @@ def test_stores_live_steps_compares_stored_numbers_of_steps_with_those_of_optimi
     def stores(*held):
         leaves = [SimpleNamespace(path=path, tensor=torch.tensor(value)) for path, value in held]
         steps = [leaves[number].tensor for number in find_steps(leaves)]
-        return stores_live_steps(map_modules({"optimizer": optimizer}), steps)
+        return stores_live_steps(list_counts(map_modules({"optimizer": optimizer})), steps)
 
     model = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters())
