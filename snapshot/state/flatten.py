@@ -9,7 +9,7 @@ import io
 import pickle
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import islice, repeat
 from operator import is_
 from types import SimpleNamespace
@@ -230,33 +230,37 @@ class Flattened(TensorLeaves):
         else:
             self.entries[path] = SEQUENCES[type(value)](len(value))
         paths = [f"{path}/{number}" for number in range(len(value))]
-        if self._excluded is None:
-            self._add_all(paths, value, depth + 1)
-            return
-        for below, child in zip(paths, value, strict=True):
-            self._expect_included(below)
-            self._add_all([below], [child], depth + 1)
+        if self._excluded is not None:
+            for below in paths:
+                self._expect_included(below)
+        for below, child in self._others(paths, value):
+            _VISITORS.get(type(child), Flattened._add_value)(self, below, child, depth + 1)
 
-    def _add_all(self, paths: Iterable[str], values: Collection[Any], depth: int) -> None:
-        """Flatten the values of a container."""
+    def _others(self, paths: Iterable[str], values: Collection[Any]) -> Iterator[tuple[str, Any]]:
+        """Flatten the plain tensors and values of a container, and yield the others in their order.
+
+        The caller flattens these, so that nesting takes few frames of Python's stack.
+        """
+        entries, makers = self.entries, PLAIN_MAKERS
+        for below, children in self._blocks(paths, values):
+            for path, value in zip(below, children, strict=True):
+                make = makers.get(type(value))
+                entry = None if make is None else make(value)
+                if entry is None:
+                    yield path, value
+                else:
+                    entries[path] = entry
+
+    def _blocks(self, paths: Iterable[str], values: Collection[Any]) -> Iterator[tuple[Iterable[str], Iterable[Any]]]:
+        """Flatten blocks of plain tensors together, and yield all others."""
         if len(values) < FEW or torch.Tensor not in set(map(type, values)):
-            self._add_each(paths, values, depth)
+            yield paths, values
             return
         below, children = list(paths), list(values)
         for begin in range(0, len(below), AT_ONCE):
             block = slice(begin, begin + AT_ONCE)
             if not self._add_plain_tensors(below[block], children[block]):
-                self._add_each(below[block], children[block], depth)
-
-    def _add_each(self, paths: Iterable[str], values: Iterable[Any], depth: int) -> None:
-        entries, makers, visitors = self.entries, PLAIN_MAKERS, _VISITORS
-        for path, value in zip(paths, values, strict=True):
-            make = makers.get(type(value))
-            entry = None if make is None else make(value)
-            if entry is None:
-                visitors.get(type(value), Flattened._add_value)(self, path, value, depth)
-            else:
-                entries[path] = entry
+                yield below[block], children[block]
 
     def _expect_included(self, path: str) -> None:
         if self._excluded is not None and self._excluded(path):
@@ -267,7 +271,9 @@ class Flattened(TensorLeaves):
         self.entries[path] = SliceEntry(3)
         for number in range(3):
             self._expect_included(f"{path}/{number}")
-        self._add_all([f"{path}/{number}" for number in range(3)], (value.start, value.stop, value.step), depth + 1)
+        parts = value.start, value.stop, value.step
+        for below, child in self._others([f"{path}/{number}" for number in range(3)], parts):
+            _VISITORS.get(type(child), Flattened._add_value)(self, below, child, depth + 1)
 
     def _add_dict(self, path: str, value: dict[Any, Any], depth: int) -> None:
         self._check_depth(path, depth)
@@ -299,7 +305,8 @@ class Flattened(TensorLeaves):
     def add_named(self, prefix: str, value: dict[str, Any], depth: int, names: Iterable[str] | None = None) -> None:
         """Flatten the values of a dict whose keys are all strings. `names`: their components, if these are known."""
         paths = map(prefix.__add__, map(encode_component, value) if names is None else names)
-        self._add_all(paths, value.values(), depth + 1)
+        for below, child in self._others(paths, value.values()):
+            _VISITORS.get(type(child), Flattened._add_value)(self, below, child, depth + 1)
 
     def _check_depth(self, path: str, depth: int) -> None:
         if depth > DEEPEST:

@@ -128,3 +128,16 @@ def test_values_of_torch_are_restored_as_they_were(tmp_path):
     Snapshot(str(tmp_path / "s")).restore({"s": live})
     assert dict(live) == {**kinds, "nested": {"a": [*kinds.values()]}}
     assert type(live["size"]) is torch.Size
+
+
+@pytest.mark.parametrize("kind", [list, tuple, lambda items: {"a": items[0]}], ids=["list", "tuple", "dict"])
+def test_values_nested_almost_as_deep_as_permitted_are_stored(kind, tmp_path):
+    """Flattening takes few frames of Python's stack for each level."""
+    value = [torch.ones(1)]
+    for _ in range(400):
+        value = kind([value])
+    Snapshot.take(str(tmp_path / "s"), {"s": StateDict(v=value)})
+    found = Snapshot(str(tmp_path / "s")).read_object("s/v")
+    for _ in range(400):
+        (found,) = found.values() if isinstance(found, dict) else found
+    assert torch.equal(found[0], torch.ones(1))
