@@ -261,10 +261,10 @@ def group():
 
 
 IN_GROUP = """
-import os, sys
-open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
+import importlib, os, sys
 from pathlib import Path
-from tests.storage import test_page_cache as this
+open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
+this = importlib.import_module(sys.argv[4])
 
 folder, root = Path(sys.argv[2]), Path(sys.argv[3])
 assert this.memory_in_use()[1:]
@@ -283,7 +283,7 @@ def test_takes_in_a_control_group_do_not_evict_what_a_training_reads(tmp_path, g
     (tmp_path / "loaded").write_bytes(os.urandom(64 * MiB))
     drop_cache(str(tmp_path / "loaded"))
     found = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(IN_GROUP), str(group), str(tmp_path), str(tmp_path / "run")],
+        [sys.executable, "-c", textwrap.dedent(IN_GROUP), str(group), str(tmp_path), str(tmp_path / "run"), __name__],
         capture_output=True,
         text=True,
         timeout=120,
