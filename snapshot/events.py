@@ -49,6 +49,9 @@ class Event:
     commit, with the `step` and a `text`. It sends `stalled` for uploads that do not advance, with their `steps` and the
     `error` that the uploader had.
 
+    A manager that was told to stop sends `stopping`, with the `reason` and the seconds that are `left`, and `preempted`
+    for each take after that: what was `saved`, in which `step`, and the seconds that were `left` and `needed`.
+
     A take sends `guard` for each finding of a guard, with its name as `guard`, and a `text`. It sends `guard_failed` if
     a guard cannot examine a state.
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Generic, Self, TypeVar, overload
+from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, overload
 
 from snapshot.text import counted, entries_text, listed, rate_text, size_text
 
 MARKS = {"added": "+", "removed": "-", "changed": "~", "renamed": ">"}
 """The mark at the beginning of each line of a `Diff`, by kind of change."""
 
+Saved = Literal["whole", "near", "parameters", "none"]
+SAVED: dict[Saved, str] = {
+    "whole": "saved whole",
+    "near": "saved in the near folders only",
+    "parameters": "saved without the state of optimizers",
+    "none": "not saved",
+}
 T = TypeVar("T", "Line", "Change")
 
 
@@ -157,13 +164,20 @@ class TakeReport(Report):
     """A line for each base or file that could not be used, or was damaged, and for what a folder of weights lacks."""
     findings: Sequence[object] = ()
     """The findings of the guards on this rank. Those of a pending take are complete when `wait()` has returned."""
+    saved: Saved = "whole"
+    """What a manager has saved of the state.
+
+    Less than `"whole"` if its deadline was near: in the `"near"` folders only, `"parameters"` (without the state of
+    optimizers), or `"none"`.
+    """
 
     @property
     def summary(self) -> str:
         shared = f", shares {size_text(self.shared_bytes)} in {counted(self.shared_files, 'file')}"
         omitted = f", left out {size_text(self.omitted_bytes)}"
         head = f"wrote {size_text(self.written_bytes)}"
-        return head + (shared if self.shared_bytes else "") + (omitted if self.omitted_bytes else "")
+        less = "" if self.saved == "whole" else f", {SAVED[self.saved]}"
+        return head + (shared if self.shared_bytes else "") + (omitted if self.omitted_bytes else "") + less
 
     @property
     def details(self) -> tuple[str, ...]:

@@ -65,6 +65,9 @@ class Settings:
     timeout: float = 600.0
     """Seconds without a heartbeat after which a rank counts as dead."""
 
+    deadline: str = ""
+    """Time from a stop signal until the scheduler kills the job, such as `30s`, for managers without `deadline`."""
+
     @classmethod
     def current(cls) -> Settings:
         """Return the current settings: the defaults, overridden by the environment."""

@@ -30,7 +30,7 @@ from snapshot.plan.layout import SavePlan
 from snapshot.plan.names import Rename
 from snapshot.progress import ProgressArgument
 from snapshot.reports import ConvertReport, CopyReport, Diff, RestoreReport, TakeReport, VerifyReport
-from snapshot.save.observers import GROUP, HEALTH
+from snapshot.save.observers import GROUP, HEALTH, observe_restore
 from snapshot.save.step_barrier import wait_for_copies
 from snapshot.save.take import AppState, StartedTake, plan_take, run_take, shown_once, start_take
 from snapshot.save.take_options import (
@@ -86,6 +86,10 @@ class PendingSnapshot(PendingTake["Snapshot"]):
     def report(self) -> TakeReport | None:
         """The bytes that the take writes and shares on this rank."""
         return self._snapshot.report
+
+    @report.setter
+    def report(self, report: TakeReport | None) -> None:
+        self._snapshot.report = report
 
 
 class Snapshot:
@@ -416,6 +420,8 @@ class Snapshot:
                 seconds = op.seconds - began
                 restore = Restore(op, opened, options, seconds=seconds, allow_pickle=self.allow_pickle, touched=touched)
                 report = restore.run(app_state)
+            if options.environment == "log" and op.exchange.rank == 0:
+                observe_restore(self._url, opened.document.metadata, app_state, op.exchange.world)
             op.emit("restored", bytes=report.bytes_read, seconds=round(report.total_seconds, 3))
         return report
 

@@ -34,7 +34,10 @@ class Near:
         replicas: Number of other hosts that keep a copy of each near file.
         rate: Maximum bytes per second of a host's uploads.
         compression: `"zstd"`: the uploader compresses files on their way to the root.
-        grace: Seconds that `close`, and a take after `should_stop` returned True, wait for the upload.
+        grace: Seconds that `close`, and a take after `should_stop` returned True, wait for the upload, if the
+            manager's deadline is not nearer.
+        survives: True if the folder is still there after the job was stopped, as on a host that stays. A manager with a
+            `deadline` then saves there if there is no time for the upload. Copies on other hosts count as well.
 
     >>> from snapshot_tiers import Near
     >>> Near("/dev/shm/run", replicas=2).keep
@@ -49,6 +52,7 @@ class Near:
     rate: float | None = None
     compression: Literal["zstd"] | None = None
     grace: float = 300.0
+    survives: bool = False
 
     def __post_init__(self) -> None:
         folder = os.fspath(self.folder) if isinstance(self.folder, (str, os.PathLike)) else None
@@ -68,6 +72,9 @@ class Near:
         expect_compression(self.compression)
         if isinstance(grace, bool) or not isinstance(grace, (int, float)) or not grace >= 0:
             raise ValueError(f"grace must be a number of seconds, at least 0, got {grace!r}")
+
+        if not isinstance(self.survives, bool):
+            raise TypeError(f"survives must be True or False, got {self.survives!r}")
 
     def below(self, far: URL, options: Mapping[str, Any] | None) -> TierOptions:
         """Return the options of the tiers of a run whose root is `far`; raise TypeError or ValueError if invalid."""

@@ -78,6 +78,7 @@ class TieredSteps(Steps):
         self.near_cleaner: NearCleaner | None = None
         self._keep_near = checked_policy(near.keep)
         self._grace = near.grace
+        self._survives, self._replicas = near.survives, near.replicas
         self._set: TierSet | None = None
         self._patience = FAR_PATIENCE
         """Seconds to wait for the far root in a take."""
@@ -278,7 +279,7 @@ class TieredSteps(Steps):
         tiers = self._set
         if tiers is None or tiers.member.fault or not can_start_threads():  # then none was taken since the last time
             return
-        line, end = tiers.member.line, time.monotonic() + self._grace
+        line, end = tiers.member.line, min(time.monotonic() + self._grace, self.until)
         steps = list(tiers.folder.steps_of(tiers.member.run).values())
         on = (each for each in steps if line.standing(each.step, each.save_id, each.origin) == Standing.ON)
         good = [each for each in on if not each.suspect]
@@ -378,6 +379,12 @@ class TieredSteps(Steps):
     def pinned(self) -> set[int]:
         near = run(self.local.pinned(self._near_steps())) if self._set is not None else set[int]()
         return near | super().pinned()
+
+    def outlives_host(self) -> bool:
+        """Return True if other hosts have copies of near steps, or the folder is declared to outlive the job."""
+        tiers = self._set
+        peers = tiers is not None and not tiers.member.fault and len(tiers.member.hosts) > 1 and self._replicas > 0
+        return self._survives or peers
 
     def upload_seconds(self) -> float:
         """Return the mean duration of the uploads of near steps, 0 if there was none."""

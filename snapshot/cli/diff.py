@@ -63,6 +63,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 @on_ranks
 def run(arguments: argparse.Namespace) -> ExitStatus:
     """Compare, and print the differences."""
+    from snapshot.save.observers import find_changes
     from snapshot.snapshot import Snapshot
 
     sides = [(url, options_of(arguments, prefix)) for url, prefix in ((arguments.a, "src"), (arguments.b, "dst"))]
@@ -76,11 +77,12 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
         for url, options in sides:
             find_metadata(url, options)  # raises an error that describes what exists there
         raise
-    emit(arguments, found.as_json(), _lines(found, whole=arguments.all))
+    changed = find_changes(a.metadata.metadata, b.metadata.metadata)
+    emit(arguments, {**found.as_json(), "environment": changed}, _lines(found, changed, whole=arguments.all))
     return ExitStatus.OK if found.same else ExitStatus.FOUND
 
 
-def _lines(found: Diff, *, whole: bool) -> Iterator[str]:
+def _lines(found: Diff, changed: list[str], *, whole: bool) -> Iterator[str]:
     changes = [(change.kind, str(change)) for change in found] if whole else list(_folded(found))
     most = SHOWN if sys.stdout.isatty() and not whole else len(changes)
     for kind, text in changes[:most]:
@@ -88,6 +90,8 @@ def _lines(found: Diff, *, whole: bool) -> Iterator[str]:
     if most < len(changes):
         yield paint(f"... and {len(changes) - most:,} more: show them with --all", "dim")
     yield line(found.summary)
+    for text in changed:
+        yield paint(f"environment: {text}", "dim")
 
 
 def _folded(found: Diff) -> Iterator[tuple[str, str]]:

@@ -33,8 +33,8 @@ from snapshot.manager.step_metadata import NOTE, WRITER
 from snapshot.manifest.document import SnapshotMetadata
 from snapshot.plan.names import matcher
 from snapshot.runs.timeline import KEY
+from snapshot.save.findings import ENVIRONMENT, NOTED, noted_findings, suspicions
 from snapshot.save.findings import KEY as GUARDS
-from snapshot.save.findings import NOTED, noted_findings, suspicions
 from snapshot.text import counted, entries_text, size_text
 
 # Steps of a run with near folders: where each of them is, as this host sees it.
@@ -362,9 +362,9 @@ def _noted(metadata: Mapping[str, Any]) -> str:
 
 
 def _flat(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the metadata, with nested mappings flattened. Leave out what managers and tiers note about jobs."""
+    """Yield the metadata, with nested mappings flattened. Leave out what is noted about jobs and environments."""
     for key, value in metadata.items():
-        if key == KEY:
+        if key in (KEY, ENVIRONMENT):
             continue
         if key == GUARDS:
             yield "suspect:", "; ".join(suspicions(metadata))

@@ -30,6 +30,7 @@ CASTS: dict[str, Callable[[torch.dtype, torch.dtype], bool]] = {
 Mismatched = Literal["error", "skip"]
 Cast = Literal["error", "same_kind", "any"]
 Unused = Literal["warn", "error", "ignore"]
+Environment = Literal["log", "ignore"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,9 @@ class RestoreOptions:
     """
     unused: Unused = "warn"
     """As for `Snapshot.restore`."""
+    environment: Environment = "log"
+    """`"log"` a line if what changes the numbers of a training differs from the take: versions of torch and of
+    frameworks, the number of ranks, mixed precision, kernels. `"ignore"` it otherwise."""
     progress: ProgressArgument = None
     """True for a progress bar, or a function that is called with `Progress`."""
     timeout: float | None = None
@@ -107,6 +111,8 @@ class RestoreOptions:
             raise ValueError(f"read_once must be 'auto', True or False, got {self.read_once!r}")
         if self.unused not in ("warn", "error", "ignore"):
             raise ValueError(f"unused must be 'warn', 'error' or 'ignore', got {self.unused!r}")
+        if self.environment not in ("log", "ignore"):
+            raise ValueError(f"environment must be 'log' or 'ignore', got {self.environment!r}")
         if self.mismatched not in ("error", "skip"):
             raise ValueError(f"mismatched must be 'error' or 'skip', got {self.mismatched!r}")
 

@@ -27,6 +27,7 @@ from snapshot.events import log
 from snapshot.io.loop import run, start_in_thread
 from snapshot.manager.root import Root
 from snapshot.manager.steps import Steps
+from snapshot.reports import Saved
 from snapshot.save import transaction
 from snapshot.settings import Settings
 from snapshot.snapshot import PendingSnapshot
@@ -186,6 +187,10 @@ class StepAnswer(msgspec.Struct, array_like=True):
     """Committed steps that the take is based on, the newest first."""
     near_fault: str = ""
     """Why a host cannot write near, or ''."""
+    saved: Saved = "whole"
+    """What is saved of the state."""
+    left: float | None = None
+    """The least seconds until a rank is killed."""
 
 
 class StepBegin(msgspec.Struct, array_like=True):
@@ -198,6 +203,8 @@ class StepBegin(msgspec.Struct, array_like=True):
     """Why this host cannot write near, or ''."""
     failures: int = 0
     """Failed takes in a row, as this rank saw them."""
+    left: float | None = None
+    """Seconds until this rank is killed, if the job is to stop, and it knows."""
 
 
 def agree_on(
@@ -209,12 +216,13 @@ def agree_on(
     new: bool,
     incremental: bool,
     expect_few: Callable[[int], None],
+    choose: Callable[[float | None], Saved],
 ) -> StepAnswer:
     """Return whether `pending`, an earlier take of this step, has saved the current state.
 
     The leader checks that the snapshot of `pending` still exists, and deletes a leftover pin if not. `new`: True if the
-    step must be new. `expect_few` gets the number of failures. Raise SnapshotError on all ranks if they passed
-    different steps.
+    step must be new. `expect_few` gets the number of failures, and `choose` the least time that is left. Raise
+    SnapshotError on all ranks if they passed different steps.
     """
     step, root = mine.step, steps.local
 
@@ -228,7 +236,9 @@ def agree_on(
         known = all(each.saved for each in all_) and pending is not None and run(_is_committed(root, step, pending))
         fault = next((each.near_fault for each in all_ if each.near_fault), "")
         steps.check(step, fault, new=new and not known)
-        return StepAnswer(known, steps.find_bases(step) if incremental and not known else [], fault)
+        left = min((each.left for each in all_ if each.left is not None), default=None)
+        saved = choose(left) if not known else "whole"
+        return StepAnswer(known, steps.find_bases(step) if incremental and not known else [], fault, saved, left)
 
     return exchange.agree(mine, lead, StepBegin, StepAnswer)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,19 @@ from snapshot.io.url import URL
 from snapshot.loading.restore_options import RESTORE_OPTIONS, RestoreOptions
 from snapshot.manager.agreement import Channels, StepBegin, agree_on, may_be_committed
 from snapshot.manager.policies import KeepBest, Policy, checked_policy, split_policy
+from snapshot.manager.preemption import (
+    AHEAD,
+    RESERVE,
+    Deadline,
+    LastSave,
+    SaveCosts,
+    Source,
+    choose_save,
+    limited_by,
+    parameter_share,
+    partial_note,
+    without_optimizers,
+)
 from snapshot.manager.restore_latest import Fallback
 from snapshot.manager.retention import CLEANER
 from snapshot.manager.root import Root, taken_of
@@ -38,8 +52,8 @@ from snapshot.manager.takes import (
     checked_signals,
     checked_timeout,
     checked_tolerance,
-    failed_take,
     save_after,
+    settled_take,
 )
 from snapshot.manifest.document import ManifestHead
 from snapshot.options import expect_options, with_given, with_options
@@ -49,7 +63,7 @@ from snapshot.save.findings import suspicions
 from snapshot.save.take import AppState
 from snapshot.save.take_options import TAKE_OPTIONS, BaseArgument, TakeOptions
 from snapshot.snapshot import PendingSnapshot, Snapshot
-from snapshot.text import Duration
+from snapshot.text import Duration, duration_text
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -74,6 +88,10 @@ class SnapshotManager:
         pg: Process group of the participating ranks.
         storage_options: Options for the storage plugin.
         signals: Signals that ask the job to stop. Only a manager created in the main thread can handle them.
+        deadline: Time from such a signal until the job is killed, such as `"30s"`; a function that returns the time of
+            the kill (seconds since the epoch), or None while it is unknown; or a list of these. By default
+            `SNAPSHOT_DEADLINE`. What is saved then fits into the time that is left: the whole state, or near only, or
+            no state of optimizers, or nothing. See docs/guides/preemption.md.
         allow_pickle: As for `Snapshot`.
         timeout: Seconds without a sign of life after which another rank, or the store of the group, counts as dead.
         take_options: Options of all takes: `TakeOptions(replicated=[...], durable=False)`. A value that is wrong
@@ -105,6 +123,7 @@ class SnapshotManager:
         pg: ProcessGroup | None = None,
         storage_options: Mapping[str, Any] | None = None,
         signals: Iterable[int] = STOP_SIGNALS,
+        deadline: Duration | Source | Sequence[Duration | Source] | None = None,
         allow_pickle: bool = False,
         timeout: float | None = None,
         take_options: TakeOptions | None = None,
@@ -132,6 +151,11 @@ class SnapshotManager:
         self._steps: Steps = PlainSteps(given) if near is None else find_kind("near").open_steps(near, given)
         self._channels = Channels(pg, timeout)
         self._stopping = False
+        self._stopped = math.nan
+        """Monotonic time at which the job was told to stop, as a rank without a signal of its own sees it."""
+        self._leads = True
+        self._deadline = Deadline(deadline)
+        self._last = LastSave()
         self._report: RestoreReport | None = None
         self._pid = os.getpid()
         self._signals = Signals(checked_signals(signals))
@@ -182,28 +206,38 @@ class SnapshotManager:
             SnapshotError: The ranks passed different steps. Or another job has continued the run.
         """
         given = {"replicated": replicated, "base": base, "progress": progress, "timeout": timeout}
-        begun = self._begin("take", step, metrics, metadata, options, given=given, overwrite=overwrite)
+        noted = {"metrics": metrics, "metadata": metadata}
+        begun = self._begin("take", step, app_state, options, **noted, given=given, overwrite=overwrite)
         number = begun.step
         if begun.pending is not None:
             self._flush_if_stopping(begun)
             return self._steps.snapshot(number)
+        if begun.saved == "none":
+            return self._unsaved(begun)
         began = time.monotonic()
         with self._pendings.blocking(number, relies=begun.options.only is not None):
             try:
                 snapshot = self._steps.take(begun, app_state)
             except BaseException as error:
-                self._tolerance.failed(begun.place.path, error)
+                self._failed(begun, error)
                 if not self._tolerance.survives(error):
                     raise
                 return self._steps.snapshot(number)
             self._took(number, began)
             self._ended(begun, began, snapshot.report)
         self._flush_if_stopping(begun)
+        _note_saved(snapshot, begun)
         return snapshot
 
     def _flush_if_stopping(self, begun: Begun) -> None:
         if self._stopping and begun.place.near:
             self._steps.flush()
+
+    def _unsaved(self, begun: Begun) -> Snapshot:
+        """Return the snapshot of a step for which there was no time."""
+        snapshot = self._steps.snapshot(begun.step)
+        snapshot.report = TakeReport(0, saved="none")
+        return snapshot
 
     @with_options(TakeOptions)
     def async_take(
@@ -225,20 +259,24 @@ class SnapshotManager:
         Arguments are those of `take`. The options `staging`, `worker` and `when_busy` choose how.
         """
         given = {"replicated": replicated, "base": base, "progress": progress, "timeout": timeout}
-        begun = self._begin("async_take", step, metrics, metadata, options, given=given, overwrite=overwrite)
+        noted = {"metrics": metrics, "metadata": metadata}
+        begun = self._begin("async_take", step, app_state, options, **noted, given=given, overwrite=overwrite)
         number, path = begun.step, begun.place.path
         if begun.pending is not None:
             return begun.pending
+        if begun.saved == "none":
+            return settled_take(path, self._unsaved(begun))
         began = time.monotonic()
         try:
             with self._pendings.blocking(number, relies=begun.options.only is not None):
                 pending = self._steps.async_take(begun, app_state)
                 self._pendings.add(number, pending)
         except SnapshotError as error:
-            self._tolerance.failed(path, error)
+            self._failed(begun, error)
             if not self._tolerance.survives(error):
                 raise
-            return failed_take(path, self._steps.snapshot(number), error)
+            return settled_take(path, self._steps.snapshot(number), error)
+        _note_saved(pending, begun)
         self._took(number, began)
         pending.work.add_done_callback(partial(self._done, begun, began, pending))
         return pending
@@ -247,17 +285,19 @@ class SnapshotManager:
         self,
         verb: str,
         step: int,
-        metrics: Mapping[str, Any] | None,
-        metadata: Mapping[str, Any] | None,
+        app_state: AppState,
         options: TakeOptions | None,
         *,
+        metrics: Mapping[str, Any] | None,
+        metadata: Mapping[str, Any] | None,
         given: Mapping[str, Any],
         overwrite: bool,
     ) -> Begun:
         """Agree on the step, and on where it is written. `given`: the arguments of the call that go before options."""
         steps = self._steps
         options = with_given(self.take_options if options is None else options, TakeOptions, given)
-        with self._exchange(verb, getattr(options, "timeout", None)) as exchange:
+        left = self._left() if self._stopping else None
+        with self._noting(step), self._exchange(verb, getattr(options, "timeout", None), left) as exchange:
             expect_options(options, TakeOptions)
             options.check()
             number = checked_step(step)
@@ -270,10 +310,11 @@ class SnapshotManager:
                 exchange,
                 steps,
                 before,
-                StepBegin(number, saved, fault, self._tolerance.failures),
+                StepBegin(number, saved, fault, self._tolerance.failures, left),
                 new=not replaces,
                 incremental=self._incremental,
                 expect_few=self._tolerance.expect_few,
+                choose=lambda left: choose_save(left, self._costs(), lambda: parameter_share(app_state)),
             )
             exchange.close()
         self._measured.at_step(number)
@@ -283,9 +324,39 @@ class SnapshotManager:
         base = options.base
         if self._incremental and base is None:
             base = steps.choose_base(answer.bases)
-        timeout = self._timeout if options.timeout is None else options.timeout
+        timeout = limited_by(answer.left, self._timeout if options.timeout is None else options.timeout)
         pending = before if answer.known else None
-        return Begun(number, place, pending, options, noted, overwrite=replaces, base=base, timeout=timeout)
+        if self._stopping and pending is None:
+            self._last.chose(answer.saved, place.path, number, answer.left, self._costs().whole)
+            self._steps.until = math.inf if answer.left is None else time.monotonic() + answer.left - RESERVE
+        if answer.saved == "parameters":
+            options = without_optimizers(options, app_state)
+            noted |= partial_note(answer.left)
+        return Begun(
+            number, place, pending, options, noted, overwrite=replaces, base=base, timeout=timeout, saved=answer.saved
+        )
+
+    def _left(self) -> float | None:
+        """Return the seconds until the job is killed, None if unknown."""
+        return self._deadline.left(self._stopped if self._signals.at is None else self._signals.at)
+
+    def _costs(self) -> SaveCosts:
+        """Return what a save needs. One that is still running shares the storage with the next one."""
+        slowest = self._measured.slowest() * (2 if self._pendings.busy() else 1)
+        return SaveCosts(slowest, self._steps.upload_seconds(), self._steps.outlives_host())
+
+    @contextmanager
+    def _noting(self, step: object) -> Iterator[None]:
+        """Record a failure of what is saved last."""
+        try:
+            yield
+        except BaseException as error:
+            self._last.failed(step, error)
+            raise
+
+    def _failed(self, begun: Begun, error: BaseException) -> None:
+        self._tolerance.failed(begun.place.path, error)
+        self._last.failed(begun.step, error)
 
     def _took(self, step: int, began: float) -> None:
         self._cadence.began(step)
@@ -299,13 +370,15 @@ class SnapshotManager:
         if error is None:
             self._ended(begun, began, pending.report)
         else:
-            self._tolerance.failed(begun.place.path, error)
+            self._failed(begun, error)
 
     def _ended(self, begun: Begun, began: float, report: TakeReport | None) -> None:
         """Record a committed take, and start the removal of snapshots that the policies drop."""
         self._steps.damaged.discard(begun.step)
         self._tolerance.succeeded()
         self._cadence.committed(begun.step)
+        if begun.saved in ("whole", "near"):
+            self._last.good = begun.step
         self._measured.durable(began)
         self._steps.committed(begun, began, report.base if report else "")
 
@@ -359,6 +432,7 @@ class SnapshotManager:
         self._steps.damaged = set(damaged)
         if step is not None:
             self._cadence.began(step)
+            self._last.good = step
             self._measured.restore = time.monotonic() - began
         return step
 
@@ -495,13 +569,29 @@ class SnapshotManager:
         """
         self._measured.at_call()
         self._pendings.at_call()
+        return self._ask_to_stop("stop")
+
+    def poll(self) -> bool:
+        """Return what `should_stop` does, in a loop that takes no steps, such as an evaluation.
+
+        All ranks must call this equally often as well, between the same two steps. It counts no step, so the measured
+        time of steps stays right. After it has returned True, `should_stop` does.
+        """
+        return self._ask_to_stop("poll")
+
+    def _ask_to_stop(self, question: str) -> bool:
         if not self._stopping:
-            self._stopping = self._channels.ask("stop", self._signals.number is not None)
+            told = self._deadline.told()
+            near = told is not None and told <= max(AHEAD, 2 * self._measured.slowest())
+            self._stopping = self._channels.ask(question, self._signals.number is not None or near)
             if self._stopping:
                 number = self._signals.number
-                own = signal.Signals(number).name if number else "another rank's signal"
-                emit("stopping", "should_stop", str(self._url), reason=own)
-                log.info("should_stop %s: stopping because of %s", self._url, own)
+                own = signal.Signals(number).name if number else "the deadline" if near else "another rank's signal"
+                self._stopped, self._leads = time.monotonic(), ranks_of(self._pg).rank == 0
+                left = self._left()
+                emit("stopping", "should_stop", str(self._url), reason=own, left=left)
+                rest = "" if left is None else f"; {duration_text(max(0.0, left))} are left"
+                log.info("should_stop %s: stopping because of %s%s", self._url, own, rest)
         return self._stopping
 
     def advice(self, mtbf: Duration) -> Advice:
@@ -529,6 +619,9 @@ class SnapshotManager:
             self._steps.close()
         finally:
             self._signals.close()
+            self._deadline.close()
+            if self._stopping and self in open_managers and (self._leads or self._last.failure):
+                self._last.log(self._url)
         open_managers.discard(self)
 
     def __enter__(self) -> SnapshotManager:
@@ -541,12 +634,18 @@ class SnapshotManager:
         finally:
             self.close()
 
-    def _exchange(self, verb: str, timeout: float | None) -> Exchange:
+    def _exchange(self, verb: str, timeout: float | None, left: float | None = None) -> Exchange:
         chosen = timeout if timeout is not None else self._timeout
-        return Exchange(ranks_of(self._pg), verb, chosen)
+        return Exchange(ranks_of(self._pg), verb, limited_by(left, chosen))
 
     def __repr__(self) -> str:
         return f"<SnapshotManager {self._url}: keep {self._keep or 'all'}>"
+
+
+def _note_saved(taken: Snapshot | PendingSnapshot, begun: Begun) -> None:
+    """Say in the report of a take what was saved."""
+    if begun.saved != "whole" and taken.report is not None:
+        taken.report = replace(taken.report, saved=begun.saved)
 
 
 open_managers: weakref.WeakSet[SnapshotManager] = weakref.WeakSet()

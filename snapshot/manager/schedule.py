@@ -225,6 +225,12 @@ class Measured:
         """Record that the take that began at this time is durable now."""
         self._durable.append((began, time.monotonic() - began))
 
+    def slowest(self) -> float:
+        """Return the time of the slowest of the last ten takes until it was durable; 0 if none was."""
+        seen = list(self._durable)
+        later = [seconds for began, seconds in seen if began != self._warm] or [seconds for _, seconds in seen]
+        return max(later[-10:], default=0.0)
+
     def _mean(self, seen: deque[tuple[float, float]]) -> tuple[float, int]:
         """Return the mean time, and the number of takes that it is the mean of."""
         values = [seconds for began, seconds in seen if began != self._warm] or [seconds for _, seconds in seen]
@@ -310,6 +316,11 @@ class Signals:
             return
         for number in wanted:
             self.before[number] = signal.signal(number, self._handle)
+
+    @property
+    def at(self) -> float | None:
+        """Monotonic time at which the signal was received, if any."""
+        return None if self.number is None else self._at
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.closed or self._pid != os.getpid():  # a forked child is not the job, and must exit on a signal

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -25,7 +26,7 @@ from snapshot.manager.root import Root
 from snapshot.manager.step_metadata import Writers, add_writer
 from snapshot.manager.takes import PendingTakes
 from snapshot.manifest.document import ManifestHead
-from snapshot.reports import RestoreReport
+from snapshot.reports import RestoreReport, Saved
 from snapshot.runs.timeline import RunLine
 from snapshot.save.take import AppState
 from snapshot.save.take_options import BaseArgument, TakeOptions
@@ -58,6 +59,8 @@ class Begun:
     overwrite: bool
     base: BaseArgument
     timeout: float | None
+    saved: Saved = "whole"
+    """What is saved of the state."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the take, besides its place and the state."""
@@ -90,6 +93,8 @@ class Steps(ABC):
     def __init__(self, given: RunOptions, inspect: Inspect | None = None) -> None:
         """`inspect`: called with the steps that a removal has found; if it raises, nothing is removed."""
         self.root, self.pg, self.allow_pickle = given.root, given.pg, given.allow_pickle
+        self.until = math.inf
+        """Monotonic time until which a job that stops may wait for its steps."""
         self.using: set[int] = set()
         """Steps that are being restored."""
         self.damaged: set[int] = set()
@@ -147,7 +152,7 @@ class Steps(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Wait until the steps that were taken are in the root, while the job stops."""
+        """Wait until the steps that were taken are in the root, while the job stops, but not beyond `until`."""
 
     def find_bases(self, step: int) -> list[int]:
         """Return the newest two committed steps that a take of `step` may share files with, the newest first.
@@ -212,6 +217,10 @@ class Steps(ABC):
 
     def pinned(self) -> set[int]:
         return run(self.root.pinned(run(self.root.folders()).committed))
+
+    def outlives_host(self) -> bool:
+        """Return True if a step that is not in the root yet is still there when this host is gone."""
+        return False
 
     def upload_seconds(self) -> float:
         """Return the mean time from a take until it is in the root, beyond the take itself. In a plain root it is 0."""

@@ -168,13 +168,14 @@ def wait_for_pending(pending: PendingSnapshot) -> None:
         time.sleep(0.005)
 
 
-def failed_take(path: str, snapshot: Snapshot, error: SnapshotError) -> PendingSnapshot:
-    """Return a take that failed before anything was written."""
+def settled_take(path: str, snapshot: Snapshot, error: SnapshotError | None = None) -> PendingSnapshot:
+    """Return a take that is over before anything was written: that has failed, or has nothing to write."""
 
-    async def fail() -> None:
-        raise error
+    async def end() -> None:
+        if error is not None:
+            raise error
 
-    work = start(fail())
+    work = start(end())
     pending = PendingSnapshot(path, work, Meter("async_take", None), snapshot)
     work.settled()
     return pending

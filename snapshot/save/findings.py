@@ -12,6 +12,10 @@ KEY = "snapshot.guards"
 """Key in a snapshot's metadata, with the findings that make it suspect."""
 NOTED = "snapshot.findings"
 """Key in a snapshot's metadata, with all other findings."""
+ENVIRONMENT = "snapshot.environment"
+"""Key in a snapshot's metadata, with what its state was computed with."""
+PARTIAL = "snapshot.partial"
+"""Key in a snapshot's metadata, with the reason why the state is not whole."""
 ACTING = ("nonfinite", "stale", "missing")
 """Guards from which a policy follows. All others only report."""
 
@@ -32,8 +36,9 @@ class Finding(msgspec.Struct, frozen=True, array_like=True):
 
 
 def suspicions(metadata: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the findings in a snapshot's metadata that make it suspect: empty unless it is."""
-    return _texts_of(metadata, KEY)
+    """Return why a snapshot is suspect, from its metadata: findings, or that it is not whole. Empty unless it is."""
+    partial = metadata.get(PARTIAL)
+    return (*_texts_of(metadata, KEY), *([partial] if isinstance(partial, str) else []))
 
 
 def noted_findings(metadata: Mapping[str, Any]) -> tuple[str, ...]:

@@ -43,13 +43,32 @@ class TakeView(NamedTuple):
     verb: str
     turn: int
     """A number that all ranks share, and that differs from take to take."""
-    alone: bool
-    """True if there is no other rank."""
+    world: int
+    """Number of ranks."""
+    leads: bool
+    """True on the rank that commits."""
+
+    @property
+    def alone(self) -> bool:
+        """True if there is no other rank."""
+        return self.world == 1
 
     @property
     def app_state(self) -> dict[str, Any]:
         """The app state that is taken."""
         return {each.key: each.stateful for each in self.statefuls}
+
+
+class RestoreView(NamedTuple):
+    """What an observer sees of a restore, when it has succeeded."""
+
+    url: URL
+    metadata: Mapping[str, Any]
+    """The metadata of the snapshot."""
+    statefuls: Sequence[ModuleMap]
+    """The objects of the app state, with their modules and optimizers."""
+    world: int
+    """Number of ranks."""
 
 
 class TakeObserver(Protocol):
@@ -86,7 +105,11 @@ class TakeObserver(Protocol):
 
 
 class Observer(Protocol):
-    """A plugin that observes takes."""
+    """A plugin that observes takes.
+
+    It may have two more methods. `restored(view: RestoreView)` is called on the leader after a restore.
+    `find_changes(before, after)` gets the metadata of two snapshots, and returns lines for `snapshot diff`.
+    """
 
     def observe(self, view: TakeView, options: Mapping[str, Any]) -> TakeObserver | None:
         """Begin to observe a take; None if there is nothing to do. `options`: `guards` and `statistics` of the take."""
@@ -105,6 +128,29 @@ def _installed() -> tuple[tuple[str, Observer], ...]:
     if HEALTH not in dict(found):
         log.warning("%s is not installed: takes are not guarded", extensions.RESERVED[GROUP, HEALTH])
     return tuple(found)
+
+
+def observe_restore(url: URL, metadata: msgspec.Raw, app_state: Mapping[str, Any], world: int) -> None:
+    """Show a restore to the observers."""
+    found: dict[str, Any] = decode_json(metadata, dict[str, Any], url)
+    _call_each("restored", RestoreView(url, found, [ModuleMap(*each) for each in app_state.items()], world))
+
+
+def find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return what observers find to have changed between two snapshots, from their metadata."""
+    return [str(line) for lines in _call_each("find_changes", before, after) for line in lines]
+
+
+def _call_each(method: str, *given: Any) -> list[Any]:
+    """Return what each observer that has a method returns. One that fails is logged."""
+    found = []
+    for name, each in _installed():
+        if hasattr(each, method):
+            try:
+                found.append(getattr(each, method)(*given))
+            except Exception:  # noqa: BLE001 - a restore must not fail by what another package looks at
+                log.exception("the observer %s failed", name)
+    return found
 
 
 def expect_observed(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:

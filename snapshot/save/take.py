@@ -189,7 +189,8 @@ def _observe(claim: Claim, share: RankShare, options: TakeRequest) -> Observers:
         claim.session.url,
         claim.meter.verb,
         int(claim.save_id, 16),
-        claim.exchange.world == 1,
+        claim.exchange.world,
+        claim.exchange.rank == 0,
     )
     return Observers(view, options.observed)
 

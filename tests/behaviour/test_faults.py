@@ -23,6 +23,7 @@ from snapshot import (
 from snapshot.errors import UnsupportedFormatError
 from snapshot.manifest.document import METADATA
 from snapshot.testing import faulty, recording
+from tests.helpers.noted import noted
 from tests.helpers.states import flip
 
 
@@ -163,7 +164,7 @@ def test_take_refuses_metadata_that_is_not_json(tmp_path):
     with pytest.raises(TypeError, match="JSON"):
         Snapshot.take(tmp_path / "s", state(), metadata={"x": object()})
     Snapshot.take(tmp_path / "s", state(), metadata={"loss": 0.5, "tags": ["a", None]})
-    assert Snapshot(tmp_path / "s").metadata.metadata == {"loss": 0.5, "tags": ["a", None]}
+    assert noted(Snapshot(tmp_path / "s").metadata.metadata) == {"loss": 0.5, "tags": ["a", None]}
 
 
 def test_take_leaves_no_files_if_state_dict_raises(tmp_path):

@@ -16,6 +16,7 @@ from snapshot import Snapshot, StateDict, TakeOptions, extensions
 from snapshot.errors import MissingExtraError
 from snapshot.save import observers
 from tests.helpers.installed import installing
+from tests.helpers.noted import noted
 
 OBSERVER = """
 import json
@@ -99,7 +100,7 @@ def test_observer_of_another_package_notes_and_judges_but_stores_no_file(install
     assert "mine: 2 leaves" in list(map(str, snapshot.report.findings))
     assert not list((tmp_path / "s" / "data").glob("*.mine")), "readers refuse a name that the format does not have"
     opened = Snapshot(tmp_path / "s")
-    assert opened.metadata.metadata == {"note": 1, "told": ["of this rank"]}
+    assert noted(opened.metadata.metadata) == {"note": 1, "told": ["of this rank"]}
     assert opened.verify().ok
     from tiny import Observer
 
@@ -161,7 +162,7 @@ def test_observer_of_another_package_cannot_spoil_the_metadata(install, tmp_path
 
     Judged.work = lambda metadata: judged
     Snapshot.take(tmp_path / "s", state(), metadata={"note": 1})
-    assert Snapshot(tmp_path / "s").metadata.metadata == {"note": 1}
+    assert noted(Snapshot(tmp_path / "s").metadata.metadata) == {"note": 1}
     assert "the observer judging of tiny 1.2 failed" in caplog.text
 
 
@@ -176,9 +177,12 @@ def test_metadata_of_an_observer_is_stored_in_the_canonical_form(install, tmp_pa
     install("snapshot.takes", "judging = tiny:JUDGING", module=OBSERVER)
     from tiny import Judged
 
-    Judged.work = lambda metadata: msgspec.Raw(b' {"a": [1,  2], "note": 1}\n')
+    def judge(metadata):
+        return msgspec.Raw(json.dumps({"a": [1, 2], **json.loads(bytes(metadata))}, indent=1).encode() + b"\n")
+
+    Judged.work = judge
     Snapshot.take(tmp_path / "s", state(), metadata={"note": 1})
-    assert Snapshot(tmp_path / "s").metadata.metadata == {"note": 1, "a": [1, 2]}
+    assert noted(Snapshot(tmp_path / "s").metadata.metadata) == {"note": 1, "a": [1, 2]}
 
 
 def _take_with_nan(folder, without):
@@ -251,7 +255,7 @@ def test_observer_that_fails_on_the_leader_is_dropped_on_all(two, tmp_path):
     heard = [each for each, _ in two.run(_take_with_observers, tmp_path, [["mine", "fragile"]] * 2, ["judge", ""])]
     assert heard[0] == [f"the observer fragile of tiny 1.2 failed, {OTHER}"]
     assert heard[1] == [f"the observer fragile of tiny 1.2 failed on another rank, or is not installed there, {OTHER}"]
-    assert Snapshot(tmp_path / "s").metadata.metadata == {"told": ["of this rank", "of this rank"]}
+    assert noted(Snapshot(tmp_path / "s").metadata.metadata) == {"told": ["of this rank", "of this rank"]}
 
 
 @pytest.mark.parametrize("names", [[["mine"], []], [[], ["mine"]]])
@@ -299,4 +303,4 @@ def test_observer_of_the_docs_adds_to_the_metadata(tmp_path, install):
         taken = Snapshot.take(tmp_path / "s", state())
     finally:
         observers._installed.cache_clear()
-    assert taken.metadata.metadata == {"leaves": 2}
+    assert noted(taken.metadata.metadata) == {"leaves": 2}

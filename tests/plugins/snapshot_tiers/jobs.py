@@ -15,7 +15,7 @@ from snapshot_tiers.control import ControlClient, ControlRequest, UploaderError
 from snapshot_tiers.uploader_process import find_runs, lock_folder, upload_by_hand
 
 ELEMENTS = 4000
-OF_NEAR = {"keep_near", "upload", "replicas", "rate", "upload_compression", "grace"}
+OF_NEAR = {"keep_near", "upload", "replicas", "rate", "upload_compression", "grace", "survives"}
 
 
 def rank():
