@@ -191,6 +191,8 @@ class StepAnswer(msgspec.Struct, array_like=True):
     """What is saved of the state."""
     left: float | None = None
     """The least seconds until a rank is killed."""
+    needed: float = 0.0
+    """Seconds that saving the whole state needs, if `left` is known."""
 
 
 class StepBegin(msgspec.Struct, array_like=True):
@@ -216,7 +218,7 @@ def agree_on(
     new: bool,
     incremental: bool,
     expect_few: Callable[[int], None],
-    choose: Callable[[float | None], Saved],
+    choose: Callable[[float], tuple[Saved, float]],
 ) -> StepAnswer:
     """Return whether `pending`, an earlier take of this step, has saved the current state.
 
@@ -237,8 +239,9 @@ def agree_on(
         fault = next((each.near_fault for each in all_ if each.near_fault), "")
         steps.check(step, fault, new=new and not known)
         left = min((each.left for each in all_ if each.left is not None), default=None)
-        saved = choose(left) if not known else "whole"
-        return StepAnswer(known, steps.find_bases(step) if incremental and not known else [], fault, saved, left)
+        saved, needed = choose(left) if left is not None and not known else ("whole", 0.0)
+        bases = steps.find_bases(step) if incremental and not known else []
+        return StepAnswer(known, bases, fault, saved, left, needed)
 
     return exchange.agree(mine, lead, StepBegin, StepAnswer)
 

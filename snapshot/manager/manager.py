@@ -58,7 +58,7 @@ from snapshot.manager.takes import (
 from snapshot.manifest.document import ManifestHead
 from snapshot.options import expect_options, with_given, with_options
 from snapshot.progress import ProgressArgument
-from snapshot.reports import RestoreReport, TakeReport
+from snapshot.reports import RestoreReport, Saved, TakeReport
 from snapshot.save.findings import suspicions
 from snapshot.save.take import AppState
 from snapshot.save.take_options import TAKE_OPTIONS, BaseArgument, TakeOptions
@@ -314,7 +314,7 @@ class SnapshotManager:
                 new=not replaces,
                 incremental=self._incremental,
                 expect_few=self._tolerance.expect_few,
-                choose=lambda left: choose_save(left, self._costs(), lambda: parameter_share(app_state)),
+                choose=lambda left: self._choose(left, app_state),
             )
             exchange.close()
         self._measured.at_step(number)
@@ -327,7 +327,7 @@ class SnapshotManager:
         timeout = limited_by(answer.left, self._timeout if options.timeout is None else options.timeout)
         pending = before if answer.known else None
         if self._stopping and pending is None:
-            self._last.chose(answer.saved, place.path, number, answer.left, self._costs().whole)
+            self._last.chose(answer.saved, place.path, number, answer.left, answer.needed)
             self._steps.until = math.inf if answer.left is None else time.monotonic() + answer.left - RESERVE
         if answer.saved == "parameters":
             options = without_optimizers(options, app_state)
@@ -340,10 +340,11 @@ class SnapshotManager:
         """Return the seconds until the job is killed, None if unknown."""
         return self._deadline.left(self._stopped if self._signals.at is None else self._signals.at)
 
-    def _costs(self) -> SaveCosts:
-        """Return what a save needs. One that is still running shares the storage with the next one."""
+    def _choose(self, left: float, app_state: AppState) -> tuple[Saved, float]:
+        """Return what is saved in the time that is left, and the time for all. A running save shares the storage."""
         slowest = self._measured.slowest() * (2 if self._pendings.busy() else 1)
-        return SaveCosts(slowest, self._steps.upload_seconds(), self._steps.outlives_host())
+        costs = SaveCosts(slowest, self._steps.upload_seconds(), self._steps.outlives_host())
+        return choose_save(left, costs, lambda: parameter_share(app_state)), costs.whole
 
     @contextmanager
     def _noting(self, step: object) -> Iterator[None]:

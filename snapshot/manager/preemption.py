@@ -110,19 +110,17 @@ class SaveCosts:
         return self.take + self.upload
 
 
-def choose_save(left: float | None, costs: SaveCosts, share: Callable[[], float]) -> Saved:
+def choose_save(left: float, costs: SaveCosts, share: Callable[[], float]) -> Saved:
     """Return what can be saved in the time that is left.
 
     `share`: the part of the bytes that is saved without the state of optimizers. It is asked for only if needed.
 
     >>> costs = SaveCosts(take=10, upload=20, outlives=True)
-    >>> [choose_save(left, costs, lambda: 1 / 3) for left in (None, 31, 30, 11, 10.9)]
-    ['whole', 'whole', 'near', 'near', 'none']
+    >>> [choose_save(left, costs, lambda: 1 / 3) for left in (31, 30, 11, 10.9)]
+    ['whole', 'near', 'near', 'none']
     >>> [choose_save(left, SaveCosts(take=30), lambda: 1 / 3) for left in (31, 30, 11, 10)]
     ['whole', 'parameters', 'parameters', 'none']
     """
-    if left is None:
-        return "whole"
     ready = left - RESERVE
     if costs.whole <= ready:
         return "whole"

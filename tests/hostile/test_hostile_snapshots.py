@@ -232,7 +232,7 @@ def test_take_metadata_with_deep_nesting_is_refused(tmp_path):
 
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", "01", "0x10", "1_000", "+1", ".5", "--1"])
 def test_manifest_with_nan_or_infinity_is_refused(base, text):
-    body = msgspec.json.encode({**base, "world_size": 987654})
+    body = msgspec.json.encode({**base, "world_size": 987654, "metadata": {}})
     for spoilt in (
         body.replace(b"987654", text.encode()),
         body.replace(b'"metadata":{}', b'"metadata":{"a":%s}' % text.encode()),

@@ -56,6 +56,7 @@ CASES += [(10 * SHARE + 0.9, "none"), (0.5, "none"), (-3, "none")]
 @pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize(("seconds", "saved"), CASES)
 def test_take_saves_what_fits_before_the_deadline(seconds, saved, joined, verb, tmp_path, left, told, caplog):
+    caplog.set_level(logging.INFO)
     state = training(joined)
     with SnapshotManager(tmp_path) as manager:
         manager.take(10, state, metrics={"loss": 0.5})

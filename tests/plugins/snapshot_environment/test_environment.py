@@ -19,6 +19,7 @@ from snapshot_environment.observe import KEY, Environment
 
 @pytest.fixture(autouse=True)
 def nothing_noted():
+    facts._noted.clear()
     yield
     facts._noted.clear()
 
