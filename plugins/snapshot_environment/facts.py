@@ -47,7 +47,7 @@ SWITCHES: dict[str, Callable[[], Any]] = {
 FLAGS = ("fused", "foreach", "capturable", "amsgrad", "maximize", "nesterov", "decoupled_weight_decay")
 """Options of optimizers that choose another kernel, or another update."""
 POLICY = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype", "cast_forward_inputs")
-MOST_MODULES = 64
+MOST_MODULES = 16
 """Modules of a model that are examined for FSDP, from the top."""
 MOST_NOTED = 64 << 10
 """Bytes that an application may add."""
@@ -129,15 +129,17 @@ def _mesh(statefuls: Sequence[ModuleMap]) -> dict[str, int]:
 
 def _policies(statefuls: Sequence[ModuleMap]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the mixed precision of the first module of each stateful that FSDP shards."""
-    if "torch.distributed.fsdp" not in sys.modules or not dist.is_available():
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not dist.is_initialized():
         return
     for each in statefuls:
         for module in islice(each.model.modules() if each.model is not None else (), MOST_MODULES):
-            policy = getattr(module, "mixed_precision", None)  # of FullyShardedDataParallel
-            state: Any = getattr(module, "_get_fsdp_state", None)  # of fully_shard
-            if state is not None:
-                policy = getattr(state(), "_mp_policy", None)
-            if policy is not None and hasattr(policy, "reduce_dtype"):
+            policy = None
+            if isinstance(module, fsdp.FSDPModule):
+                policy = getattr(module._get_fsdp_state(), "_mp_policy", None)
+            elif isinstance(module, fsdp.FullyShardedDataParallel):
+                policy = module.mixed_precision
+            if policy is not None:
                 yield each.key, {name: _plain(getattr(policy, name)) for name in POLICY if hasattr(policy, name)}
                 break
 

@@ -11,8 +11,7 @@ import msgspec
 from snapshot.decoding import decode_json
 from snapshot.events import log
 from snapshot.save.findings import ENVIRONMENT as KEY
-from snapshot.save.findings import Finding
-from snapshot.save.observers import RestoreView, TakeView
+from snapshot.save.observers import RestoreView, TakeObserver, TakeView
 from snapshot_environment.facts import describe
 
 NUMBERS_STAY = ("versions.snapshot", "versions.python", "command")
@@ -22,36 +21,16 @@ PLACES = ("world_size", "mesh", "device")
 REDUCES = re.compile(r"policies\.(.+)\.reduce_dtype")
 
 
-class RecordedTake:
-    """Records the environment of one take."""
-
-    suffixes: Sequence[str] = ()
+class RecordedTake(TakeObserver):
+    """Records the environment of one take, which is that of the leader."""
 
     def __init__(self, view: TakeView) -> None:
-        self.findings: list[Finding] = []
         self._found = describe(view.statefuls, view.world) if view.leads else {}
 
-    def files(self) -> Mapping[str, bytes]:
-        """Return no files."""
-        return {}
-
-    def described(self, entries: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-    def tell(self) -> bytes:
-        """Return nothing: the environment is that of the leader."""
-        return b""
-
     def judge(self, told: Sequence[bytes], metadata: msgspec.Raw) -> msgspec.Raw:
-        """Add the environment to the metadata, unless it has one: a copy of a state keeps that of its take."""
+        """Add the environment to the metadata, unless it has one."""
         known: dict[str, Any] = decode_json(metadata, dict[str, Any], "the metadata")
         return metadata if KEY in known else msgspec.Raw(msgspec.json.encode({**known, KEY: self._found}))
-
-    def committed(self) -> None:
-        """Do nothing."""
-
-    def forget(self) -> None:
-        """Do nothing."""
 
 
 class Environment:

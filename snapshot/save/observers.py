@@ -72,36 +72,36 @@ class RestoreView(NamedTuple):
 
 
 class TakeObserver(Protocol):
-    """An observer during one take, on one rank."""
+    """An observer during one take, on one rank. A class that inherits from this one does nothing by default."""
 
-    findings: list[Finding]
+    findings: Sequence[Finding] = ()
     """What it has found, for the report."""
-    suffixes: Sequence[str]
+    suffixes: Sequence[str] = ()
     """The ends of the names of the files that it stores. They are part of the format, which has `.stats` alone."""
 
     def files(self) -> Mapping[str, bytes]:
         """Return the files to store beside the data, by suffix."""
-        ...
+        return {}
 
     def described(self, entries: Mapping[str, Any]) -> None:
         """See the entries of this rank, whose digests are known now."""
-        ...
+        return
 
     def tell(self) -> bytes:
         """Return what the leader's observer must know of this rank."""
-        ...
+        return b""
 
     def judge(self, told: Sequence[bytes], metadata: msgspec.Raw) -> msgspec.Raw:
         """Return the metadata to commit, on the leader. Raise to refuse. `told`: what each rank's observer tells."""
-        ...
+        return metadata
 
     def committed(self) -> None:
         """See that the take is committed."""
-        ...
+        return
 
     def forget(self) -> None:
         """Release the application's objects."""
-        ...
+        return
 
 
 class Observer(Protocol):
