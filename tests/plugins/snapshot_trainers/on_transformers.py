@@ -133,6 +133,7 @@ def _fall_back(folder):
     return seen
 
 
+@pytest.mark.nightly
 def test_trainer_ranks_fall_back_to_the_same_checkpoint(tmp_path):
     assert fork_ranks(2, tmp_path, _fall_back, tmp_path / "run") == [[str(tmp_path / "run" / "checkpoint-2")]] * 2
 
@@ -242,6 +243,7 @@ def test_trainer_damaged_weights_are_found_and_the_checkpoint_before_is_resumed(
     assert main(["verify", str(tmp_path / "checkpoint-6")]) == 0
 
 
+@pytest.mark.nightly
 def test_trainer_damaged_weights_are_not_loaded_as_best_model(tmp_path):
     class Best(example.SnapshotTrainer):
         def _save_checkpoint(self, *arguments):
@@ -272,6 +274,7 @@ def _tear(file):
     file.write_bytes(file.read_bytes()[:300])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
 def test_trainer_changed_trainer_state_json_or_missing_snapshot_is_found(tmp_path, whole, kind):
     losses, _ = whole
@@ -301,6 +304,7 @@ def test_trainer_changed_trainer_state_json_or_missing_snapshot_is_found(tmp_pat
     assert example.train(tmp_path / "0", resume=True, kind=kind)[0][-4:] == losses[-4:]
 
 
+@pytest.mark.nightly
 def test_trainer_damaged_checkpoint_does_not_count_for_save_total_limit(tmp_path):
     class EndsAfterOne(example.SnapshotTrainer):
         def _save_checkpoint(self, *arguments):
@@ -326,6 +330,7 @@ def test_trainer_snapshot_options_metadata_does_not_replace_digests(tmp_path):
     assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-2")
 
 
+@pytest.mark.nightly
 def test_trainer_snapshot_verify_weights_false_loads_changed_weights(tmp_path):
     class Trusting(example.SnapshotTrainer):
         snapshot_verify_weights = False
@@ -341,6 +346,7 @@ def test_trainer_snapshot_verify_weights_false_loads_changed_weights(tmp_path):
     assert len(losses) == 6
 
 
+@pytest.mark.nightly
 def test_trainer_checkpoints_without_digests_and_links_are_resumed(tmp_path):
     """As those that were written before the digests."""
 
@@ -445,6 +451,7 @@ def test_trainer_checkpoint_with_a_mark_is_complete_after_it_is_saved_again(tmp_
     assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-4")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("only_model", [False, True])
 @pytest.mark.parametrize("parent", [example.SnapshotTrainer, Background])
 def test_trainer_checkpoint_saved_again_never_mixes_old_and_new_files(tmp_path, parent, only_model):
@@ -481,6 +488,7 @@ class One(Background):
         super().__init__(model, arguments, **options)
 
 
+@pytest.mark.nightly
 def test_trainer_incomplete_checkpoints_do_not_displace_the_last_good_one(tmp_path):
     class Failing(One):
         def _save_optimizer_and_scheduler(self, output_dir):
@@ -536,6 +544,7 @@ def test_trainer_save_total_limit_deletes_after_the_new_checkpoint_is_synced(tmp
     assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-4"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("again", ["failed", "complete"])
 @pytest.mark.parametrize("named", [None, "checkpoint-4", "old-checkpoint-4"])
 def test_trainer_checkpoint_renamed_by_a_crash_gets_its_name_back(tmp_path, named, again):
@@ -578,6 +587,7 @@ def test_trainer_old_checkpoint_is_kept_until_its_successor_is_read(tmp_path):
         (last / "model.safetensors").write_bytes(good)
 
 
+@pytest.mark.nightly
 def test_trainer_folders_and_links_named_json_are_not_damage(tmp_path):
     example.train(tmp_path, stop_at=3)
     (tmp_path / "checkpoint-2" / "folder.json").mkdir()
@@ -585,6 +595,7 @@ def test_trainer_folders_and_links_named_json_are_not_damage(tmp_path):
     assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-2")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
 def test_trainer_save_total_limit_removes_links_and_not_their_targets(tmp_path, kind):
     """The links are removed, and what they point to stays."""
@@ -813,6 +824,7 @@ def test_only_trainable_leaves_a_peft_model_to_the_folder_that_it_was_loaded_fro
     expect_equal(dict(again.state_dict()), dict(model.state_dict()), ordered=False)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("adapters", [1, 2])
 def test_trainer_background_writes_adapters(tmp_path, adapters):
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")

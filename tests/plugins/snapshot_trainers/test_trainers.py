@@ -22,11 +22,17 @@ def missing(script):
     return [name for name in NEEDED[script] if importlib.util.find_spec(name) is None]
 
 
+def text_of(script, marks):
+    return f"""
+import pytest, sys
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-m", {marks!r}, {str(HERE / script)!r}]))
+"""
+
+
 @pytest.fixture(scope="module")
 def started(warm):
     """All, on their way."""
-    text = "import pytest, sys\nsys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', {!r}]))\n"
-    return {script: warm.start(text.format(str(HERE / script))) for script in NEEDED if not missing(script)}
+    return {script: warm.start(text_of(script, "not nightly")) for script in NEEDED if not missing(script)}
 
 
 @pytest.mark.parametrize("script", NEEDED)
@@ -35,6 +41,15 @@ def test_lightning_and_transformers_save_and_resume_with_snapshots(warm, started
     if missing(script):
         pytest.skip(f"{', '.join(missing(script))} is not installed")
     assert " passed" in warm.finish(started[script])
+
+
+@pytest.mark.timeout(900)
+def test_transformers_trainer_with_faults_of_its_folders(warm):
+    """What takes long of on_transformers.py."""
+    script = "on_transformers.py"
+    if missing(script):
+        pytest.skip(f"{', '.join(missing(script))} is not installed")
+    assert " passed" in warm.finish(warm.start(text_of(script, "nightly")))
 
 
 def test_transformers_is_not_imported_with_its_adapter(warm):
