@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -22,12 +22,12 @@ from snapshot.io.session import Key
 from snapshot.io.url import URL
 from snapshot.loading.restore_options import RESTORE_OPTIONS, RestoreOptions
 from snapshot.manager.agreement import Channels, StepBegin, agree_on, may_be_committed
-from snapshot.manager.policies import KeepBest, Policy, checked_policy, split_policy
+from snapshot.manager.policies import KeepBest, Policy, checked_policy, every_policy
 from snapshot.manager.restore_latest import Fallback
 from snapshot.manager.retention import CLEANER
 from snapshot.manager.root import Root, taken_of
 from snapshot.manager.schedule import STOP_SIGNALS, Advice, Every, Measured, Schedule, Signals
-from snapshot.manager.step_metadata import add_note, checked_metrics, checked_step, noted_metrics
+from snapshot.manager.step_metadata import add_note, checked_metrics, checked_step, noted_expiry, noted_metrics
 from snapshot.manager.steps import Begun, PlainSteps, RunOptions, Steps, find_kind
 from snapshot.manager.takes import (
     OnError,
@@ -149,6 +149,7 @@ class SnapshotManager:
         *,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
+        lifetime: Duration | None = None,
         replicated: Sequence[str] | None = None,
         base: BaseArgument = None,
         progress: ProgressArgument = None,
@@ -168,6 +169,9 @@ class SnapshotManager:
             metrics: Numbers by name, used by `best` and `KeepBest`. Those of rank 0 are stored.
             metadata: As for `Snapshot.take`.
             overwrite: Replace an existing snapshot of this step.
+            lifetime: Time for which the step is kept, also by a manager without `keep`: seconds, a `timedelta`, or a
+                text such as `"7d"`. Then it is removed, unless it is the newest good step, pinned, or a base. That of
+                rank 0 is stored.
             replicated: As for `Snapshot.take`.
             base: As for `Snapshot.take`. With `incremental`, a manager chooses it.
             progress: As for `Snapshot.take`.
@@ -182,7 +186,8 @@ class SnapshotManager:
             SnapshotError: The ranks passed different steps. Or another job has continued the run.
         """
         given = {"replicated": replicated, "base": base, "progress": progress, "timeout": timeout}
-        begun = self._begin("take", step, metrics, metadata, options, given=given, overwrite=overwrite)
+        noting = partial(add_note, metadata=metadata, lifetime=lifetime)
+        begun = self._begin("take", step, metrics, noting, options, given=given, overwrite=overwrite)
         number = begun.step
         if begun.pending is not None:
             self._flush_if_stopping(begun)
@@ -214,6 +219,7 @@ class SnapshotManager:
         *,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
+        lifetime: Duration | None = None,
         replicated: Sequence[str] | None = None,
         base: BaseArgument = None,
         progress: ProgressArgument = None,
@@ -225,7 +231,8 @@ class SnapshotManager:
         Arguments are those of `take`. The options `staging`, `worker` and `when_busy` choose how.
         """
         given = {"replicated": replicated, "base": base, "progress": progress, "timeout": timeout}
-        begun = self._begin("async_take", step, metrics, metadata, options, given=given, overwrite=overwrite)
+        noting = partial(add_note, metadata=metadata, lifetime=lifetime)
+        begun = self._begin("async_take", step, metrics, noting, options, given=given, overwrite=overwrite)
         number, path = begun.step, begun.place.path
         if begun.pending is not None:
             return begun.pending
@@ -248,20 +255,25 @@ class SnapshotManager:
         verb: str,
         step: int,
         metrics: Mapping[str, Any] | None,
-        metadata: Mapping[str, Any] | None,
+        noting: Callable[[int, Mapping[str, float]], dict[str, Any]],
         options: TakeOptions | None,
         *,
         given: Mapping[str, Any],
         overwrite: bool,
     ) -> Begun:
-        """Agree on the step, and on where it is written. `given`: the arguments of the call that go before options."""
+        """Agree on the step, and on where it is written. `given`: the arguments of the call that go before options.
+
+        `noting`: returns the metadata of the take.
+        """
         steps = self._steps
         options = with_given(self.take_options if options is None else options, TakeOptions, given)
         with self._exchange(verb, getattr(options, "timeout", None)) as exchange:
             expect_options(options, TakeOptions)
             options.check()
             number = checked_step(step)
-            noted = add_note(number, checked_metrics(metrics), metadata)
+            noted = noting(number, checked_metrics(metrics))
+            if noted_expiry(noted) is not None:
+                steps.expect_expiry()
             before = self._pendings.of(number)
             replaces = overwrite or number in steps.damaged
             saved = may_be_committed(before) and self._pendings.is_latest(number) and not replaces
@@ -411,7 +423,7 @@ class SnapshotManager:
         if metric is not None:
             policy = KeepBest(metric, 1, mode)
         else:
-            found = [each for each in split_policy(self._keep) if isinstance(each, KeepBest)] if self._keep else []
+            found = [each for each in every_policy(self._keep) if isinstance(each, KeepBest)]
             if not found:
                 raise ValueError(
                     "best: `keep` has no KeepBest; pass a metric, such as best('loss') or best('f1', 'max')"

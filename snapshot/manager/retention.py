@@ -589,6 +589,8 @@ class Cleaner:
         for fate in fates:
             if fate.what == "damaged":
                 self._say(fate.step, f"{self._root.step_url(fate.step)}: kept, and ignored by policies: {fate.why}")
+        if self._policy is None:  # only what has expired
+            fates = [fate for fate in fates if fate.what == "snapshot"]
         log_failures(self._root, run(remove_steps(self._root, fates, spared=self._is_spared)))
 
     def _is_spared(self, step: int, save_id: str = "") -> bool:

@@ -26,7 +26,7 @@ from snapshot.io.storage import ANYTHING, FileStat, Storage
 from snapshot.io.url import URL
 from snapshot.loading.open import expect_files, open_main, read_manifest
 from snapshot.manager.policies import Taken
-from snapshot.manager.step_metadata import noted_metrics
+from snapshot.manager.step_metadata import noted_expiry, noted_metrics
 from snapshot.manifest.document import (
     METADATA,
     OURS,
@@ -55,8 +55,8 @@ LONGEST_BEGINNING = 32 << 20
 
 def taken_of(step: int, head: ManifestHead) -> Taken:
     """Return a snapshot as policies see it."""
-    suspect = bool(suspicions(head.metadata))
-    return Taken(step, datetime.fromisoformat(head.created).timestamp(), noted_metrics(head.metadata), suspect)
+    created, metadata = datetime.fromisoformat(head.created).timestamp(), head.metadata
+    return Taken(step, created, noted_metrics(metadata), bool(suspicions(metadata)), noted_expiry(metadata))
 
 
 def why_suspect(found: Sequence[str]) -> str | None:

@@ -97,9 +97,15 @@ class Steps(ABC):
         self._keep = given.keep
         self._pendings = given.pendings
         self._leads = True
+        self._inspect = inspect
         self.cleaner: Cleaner | None = None
         if given.keep is not None:
-            self.cleaner = Cleaner(given.root, given.keep, self.is_spared, lambda: set(self.damaged), inspect)
+            self.expect_expiry()
+
+    def expect_expiry(self) -> None:
+        """Remove steps from the next commit on, if only those whose lifetime is over. Called before each such take."""
+        if self.cleaner is None:
+            self.cleaner = Cleaner(self.root, self._keep, self.is_spared, lambda: set(self.damaged), self._inspect)
 
     def is_spared(self, step: int, save_id: str) -> bool:
         """Return True if the step is being taken or restored, or a running take is based on the snapshot there."""
