@@ -49,6 +49,9 @@ class Event:
     commit, with the `step` and a `text`. It sends `stalled` for uploads that do not advance, with their `steps` and the
     `error` that the uploader had.
 
+    A manager whose root is a folder sends `nearly_full` before a take if less is `free` there than the last `step`
+    `took`, in bytes, once until that changes.
+
     A take sends `guard` for each finding of a guard, with its name as `guard`, and a `text`. It sends `guard_failed` if
     a guard cannot examine a state.
 

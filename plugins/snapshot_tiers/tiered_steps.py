@@ -39,7 +39,7 @@ from snapshot.manager.retention import IN_USE, PINNED, Cleaner, Spared, choose_w
 from snapshot.manager.root import Root, StepFolders, taken_of, why_suspect
 from snapshot.manager.steps import Begun, RunOptions, Steps, TakePlace
 from snapshot.manifest.document import ManifestHead
-from snapshot.reports import RestoreReport
+from snapshot.reports import RestoreReport, TakeReport
 from snapshot.runs.facts import is_buried
 from snapshot.runs.timeline import NO_ORIGIN, Facts, Origin, Parent, RunLine, Standing, origin_of
 from snapshot.save.findings import suspicions
@@ -269,12 +269,12 @@ class TieredSteps(Steps):
         if report is not None:
             self.joined.last_bytes = report.written_bytes * len(member.hosts[member.index].ranks)
 
-    def committed(self, begun: Begun, began: float, base: str) -> None:
+    def committed(self, begun: Begun, began: float, report: TakeReport | None) -> None:
         """Start the removal of near steps after a near take, each host its own. Else that of far steps."""
         if not begun.place.near:
-            super().committed(begun, began, base)
+            super().committed(begun, began, report)
         elif self.near_cleaner is not None and self.joined.member.leads:
-            self.near_cleaner.committed(begun.step, began, base)
+            self.near_cleaner.committed(begun.step, began, report.base if report else "")
 
     def flush(self) -> None:
         """Wait until the newest good near step is far, then the newest, both at most for the grace.
@@ -525,6 +525,7 @@ class NearCleaner(Cleaner):
         """
         heads = {each.step: each.head for each in steps}
         taken = [taken_of(step, head) for step, head in heads.items() if upto is None or step <= upto]
+        where = self._tiers.folder.path if held is not None else ""  # else it is not the last word
         if held is None:
             held = {step: IN_USE for step, head in heads.items() if self._is_spared(step, head.save_id)}
 
@@ -539,7 +540,6 @@ class NearCleaner(Cleaner):
             taken = [replace(each, sizes=sizes.get(each.step, {}), pinned=bool(held.get(each.step))) for each in taken]
             later = sizes.keys() - {each.step for each in taken}
             taken += [Taken(step, sizes=sizes[step], pinned=True, counts=False) for step in later]
-        where = self._tiers.folder.path
         chosen = choose_within(where, self._policy, taken, time.time(), sizes=sizes, find_needed=needed)
         return plan_retention(chosen, {*heads, *damaged}, held=held, find_needed=needed)
 

@@ -319,7 +319,7 @@ class SnapshotManager:
         self._tolerance.succeeded()
         self._cadence.committed(begun.step)
         self._measured.durable(began)
-        self._steps.committed(begun, began, report.base if report else "")
+        self._steps.committed(begun, began, report)
 
     # Restore
 
@@ -372,6 +372,7 @@ class SnapshotManager:
         if step is not None:
             self._cadence.began(step)
             self._measured.restore = time.monotonic() - began
+            self._steps.restored(step)
         return step
 
     @property

@@ -241,7 +241,8 @@ def choose_within(
     """Do as `choose_kept`. A policy that needs sizes is also told those of the steps that the kept ones rely on.
 
     Which these are follows from its choice. So they are added to the step that a limit removes first, and it chooses
-    again. `sizes`: the physical files of all steps. `find_needed`: as for `plan_retention`.
+    again. `where`: the root, or '' to settle nothing. `sizes`: the physical files of all steps. `find_needed`: as for
+    `plan_retention`.
     """
     known = {each.step: each for each in taken}
     while True:
@@ -258,7 +259,7 @@ def choose_within(
         free = [each for each in stay if not each.pinned and each.step != newest and not each.expires]
         first = min(free or stay, key=lambda each: (not each.suspect, each.step))
         known[first.step] = replace(first, sizes={**more, **first.sizes})
-    for one in every_policy(policy):
+    for one in every_policy(policy) if where else ():
         one.settle(where, stay, now)
     return chosen
 

@@ -204,6 +204,16 @@ class Root:
         head = None if stat is None else await self._head(step, stat)
         return set(head.copies().values()) if isinstance(head, ManifestHead) else set()
 
+    async def new_bytes(self, step: int) -> int:
+        """Return the bytes that a step added to the storage: those of its files that no earlier step has."""
+        async with self.opened(step) as session:
+            stat = await session.storage.stat(METADATA)
+        head = await self._head(step, stat)
+        if not isinstance(head, ManifestHead):
+            return 0
+        shared = sum(each.stored_size for each in head.files.values() if each.origin is not None)
+        return sum(head.sizes().values()) - shared + stat.size
+
     async def find_last_taken(self) -> int | None:
         """Return the step that was taken last, or None if there is none. Suspect steps are logged and passed over.
 

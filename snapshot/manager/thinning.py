@@ -68,15 +68,16 @@ class KeepWithin(Policy):
         """Log a warning if the steps that stay in any case are above the limit, once until they are not."""
         nbytes = sum(find_staying(taken, now)[1].values())
         if nbytes > self._bytes and where not in self._over:
-            log.warning(
-                "%s: above the limit of %s: the newest good step, pinned ones and their bases have %s; "
-                "raise the limit, or unpin steps",
-                where, size_text(self._bytes), size_text(nbytes),
-            )  # fmt: skip
+            there = f"{size_text(nbytes)} in steps that must stay (the newest good one, pinned, unexpired, bases)"
+            log.warning("%s: must have at most %s, got %s; raise the limit, or unpin steps", where, self._text, there)
         (self._over.add if nbytes > self._bytes else self._over.discard)(where)
 
+    @property
+    def _text(self) -> str:
+        return self.limit if isinstance(self.limit, str) else size_text(self.limit)
+
     def __str__(self) -> str:
-        return " of ".join([f"within {size_text(self._bytes)}", *map(str, self.inner)])
+        return " of ".join([f"within {self._text}", *map(str, self.inner)])
 
 
 def find_staying(taken: Sequence[Taken], now: float) -> tuple[set[int], dict[str, int]]:
