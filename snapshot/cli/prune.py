@@ -58,7 +58,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         ),
     ):
         keep.add_argument(flag, action="append", default=[], type=kind, dest="keep", metavar=metavar, help=what)
-    spread = "ever fewer the older they are: about two for each doubling of the distance in steps"
+    spread = "ever fewer the older they are: at most two for each doubling of the distance in steps"
     keep.add_argument("--keep-spread", action="append_const", const=KeepSpread(), dest="keep", help=spread)
     keep.add_argument(
         "--within", type=size, metavar="SIZE", help="of these, or of all, only the newest that fit, such as 2TiB"

@@ -92,7 +92,7 @@ def find_staying(taken: Sequence[Taken], now: float) -> tuple[set[int], dict[str
 
 @dataclass(frozen=True)
 class KeepSpread(Policy):
-    """Keep steps of all ages, ever fewer the older they are: about two for each doubling of the distance in steps.
+    """Keep steps of all ages, ever fewer the older they are: at most two for each doubling of the distance in steps.
 
     For each power of two, the numbers of the steps are cut into cells of that length, and the first step of each of the
     newest two cells that have one is kept. A step that is first in its cell stays first. So the result does not depend
