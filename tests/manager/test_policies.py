@@ -161,6 +161,7 @@ def test_keep_within_fits_if_possible_and_no_suspect_step_pushes_a_good_one_out(
     assert kept <= must | wanted.keys()
     for step in (good & wanted.keys()) - kept:  # with all newer ones, it would not have fitted
         assert nbytes(must | {each for each in good & wanted.keys() if each >= step}) > limit
+        assert not kept & (good - must) or step < min(kept & (good - must))  # the oldest go first
     without = choose_kept(policy, [each for each in there if not each.suspect or each.pinned], NOW)
     assert good & without.keys() == good & choose_kept(policy, there, NOW).keys()
 
