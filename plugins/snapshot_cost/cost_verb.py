@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping
 from datetime import datetime
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -64,7 +63,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     heads = {step: head for step, head in found.items() if isinstance(head, ManifestHead)}
     if not heads:
         raise SnapshotNotFoundError(f"{url}: there are no steps here")
-    sizes = physical_sizes(heads, {step: stats[step].size for step in heads})
+    sizes = physical_sizes(heads, stats)
     nbytes = sum({file: size for each in sizes.values() for file, size in each.items()}.values())
     times = sorted(datetime.fromisoformat(head.created).timestamp() for head in heads.values())
     gaps = [later - earlier for earlier, later in pairwise(times)]
@@ -108,7 +107,7 @@ def count_requests(head: ManifestHead) -> dict[str, int]:
 
 def read_prices(name: str) -> Mapping[str, Any]:
     """Return the prices in a file. Raise ValueError, naming the file and the key, if one is missing or invalid."""
-    prices = read_options(str(Path(name)))
+    prices = read_options(name)
     unknown = sorted(prices.keys() - {*PRICES, "currency"})
     if unknown:
         raise ValueError(f"{name}: keys must be {', '.join(PRICES)} and currency, got {unknown[0]!r}")

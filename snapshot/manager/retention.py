@@ -140,7 +140,8 @@ def _of_snapshots(
     taken, fates = _sort_out(heads, standings, damaged)
     fates += [Fate(step, "other", goes=False, why=str(error)) for step, error in folders.unreadable.items()]
     read_heads = {step: head for step, head in every.items() if isinstance(head, ManifestHead)}
-    sizes, pinned = _measure(root, read_heads, {**stats, **folders.later}) if needs_sizes(policy) else ({}, set[int]())
+    measured = read_heads if needs_sizes(policy) else {}
+    sizes, pinned = physical_sizes(measured, {**stats, **folders.later}), run(root.pinned(measured))
     taken = {step: replace(each, sizes=sizes.get(step, {}), pinned=step in pinned) for step, each in taken.items()}
     good = {step: each for step, each in taken.items() if step not in damaged and step not in left}
     broken: dict[int, str] = {}
@@ -208,24 +209,17 @@ def _sort_out(
     return taken, fates
 
 
-def _measure(
-    root: Root, heads: Mapping[int, ManifestHead], stats: Mapping[int, FileStat]
-) -> tuple[dict[int, dict[str, int]], set[int]]:
-    """Return the physical files of the steps, with their bytes, and which steps are pinned."""
-    return physical_sizes(heads, {step: stats[step].size for step in heads}), run(root.pinned(heads))
-
-
-def physical_sizes(heads: Mapping[int, ManifestHead], manifests: Mapping[int, int]) -> dict[int, dict[str, int]]:
+def physical_sizes(heads: Mapping[int, ManifestHead], stats: Mapping[int, FileStat]) -> dict[int, dict[str, int]]:
     """Return the bytes of each physical file of the steps: data, and the manifest with its parts.
 
-    `manifests`: the sizes of the manifests. Steps with one save id are copies that another tool made: they share none.
+    `stats` are those of the manifests. Steps with one save id are copies that another tool made: they share none.
     """
     found: dict[int, dict[str, int]] = {}
     saves: dict[str, int] = {}
     for step, head in heads.items():
         prefix = "" if saves.setdefault(head.save_id, step) == step else f"step-{step}/"
         files = {f"{prefix}{name}": size for name, size in head.physical_sizes().items()}
-        found[step] = files | {f"step-{step}/{METADATA}": manifests[step]}
+        found[step] = files | {f"step-{step}/{METADATA}": stats[step].size}
     return found
 
 

@@ -335,7 +335,8 @@ class Root:
                     await session.storage.delete([PINNED])
 
     async def pinned(self, steps: Iterable[int]) -> set[int]:
-        steps = list(steps)
+        if not (steps := list(steps)):
+            return set()
         async with self.opened() as session:
             found = await gather_limited(steps, lambda step: _stat_if_there(session.storage, f"step-{step}/{PINNED}"))
         return {step for step, stat in zip(steps, found, strict=True) if stat is not None}

@@ -54,14 +54,16 @@ class KeepWithin(Policy):
     def keep(self, taken: Sequence[Taken], now: float) -> set[int]:
         kept, files = find_staying(taken, now)
         chosen = choose_kept(checked_policy(self.among), taken, now).keys() - kept
+        nbytes = sum(files.values())
         for suspect in (False, True):
             for each in sorted(taken, key=lambda each: each.step, reverse=True):
                 if each.step in chosen and each.suspect == suspect:
-                    more = files | dict(each.sizes)
-                    if sum(more.values()) > self._bytes:
+                    nbytes += sum(size for file, size in each.sizes.items() if file not in files)
+                    if nbytes > self._bytes:
+                        nbytes = sum(files.values())  # suspect ones may still fit
                         break
                     kept.add(each.step)
-                    files = more
+                    files |= each.sizes
         return kept - {each.step for each in taken if each.pinned}  # what pinned them says why
 
     def settle(self, where: str, taken: Sequence[Taken], now: float) -> None:
