@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from snapshot.manager.manager import SnapshotManager
     from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest
     from snapshot.manager.takes import Tolerate
+    from snapshot.manager.thinning import KeepSpread, KeepWithin
     from snapshot.maps.tensor_map import TensorMap
     from snapshot.save.take_options import TakeOptions
     from snapshot.snapshot import PendingSnapshot, Snapshot
@@ -42,6 +43,8 @@ __all__ = [
     "KeepBest",
     "KeepEvery",
     "KeepFor",
+    "KeepWithin",
+    "KeepSpread",
     "Stateful",
     "StateDict",
     "RNGState",
@@ -73,6 +76,7 @@ _MODULES = {
     "snapshot.loading.restore_options": ("RestoreOptions",),
     "snapshot.manager.manager": ("SnapshotManager",),
     "snapshot.manager.takes": ("Tolerate",),
+    "snapshot.manager.thinning": ("KeepSpread", "KeepWithin"),
     "snapshot.manager.policies": (
         "KeepBest",
         "KeepEvery",

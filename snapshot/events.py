@@ -52,6 +52,9 @@ class Event:
     A manager that was told to stop sends `stopping`, with the `reason` and the seconds that are `left`, and `preempted`
     for each take after that: what was `saved`, in which `step`, and the seconds that were `left` and `needed`.
 
+    A manager whose root is a folder sends `nearly_full` before a take if less is `free` there than the last `step`
+    `took`, in bytes, once until that changes.
+
     A take sends `guard` for each finding of a guard, with its name as `guard`, and a `text`. It sends `guard_failed` if
     a guard cannot examine a state.
 

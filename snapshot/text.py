@@ -71,6 +71,21 @@ def listed(items: Sequence[object], most: int = 20) -> str:
     return "".join(f"\n  {item}" for item in items[:most]) + more
 
 
+_SIZES = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", 1):
+    _SIZES |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
+
+
+def parse_size(text: str) -> int | None:
+    """Parse text such as `2TiB` to bytes; return None if it is not a size of at least one byte.
+
+    >>> parse_size("64MiB"), parse_size("1.5g"), parse_size("2MB"), parse_size("4096"), parse_size("much")
+    (67108864, 1610612736, 2000000, 4096, None)
+    """
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", text.strip().lower())
+    return (int(float(found[1]) * _SIZES[found[2]]) or None) if found and found[2] in _SIZES else None
+
+
 # Parsing and formatting of durations, for policies, save decisions and the advisor.
 
 _UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}

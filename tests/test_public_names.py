@@ -24,6 +24,8 @@ NAMES = [
     "KeepBest",
     "KeepEvery",
     "KeepFor",
+    "KeepWithin",
+    "KeepSpread",
     "Stateful",
     "StateDict",
     "RNGState",

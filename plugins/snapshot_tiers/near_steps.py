@@ -135,6 +135,14 @@ class NearFolder:
                         found[name] = entry.stat(follow_symlinks=False).st_size
         return found
 
+    def physical_sizes(self, near: NearStep) -> dict[str, int]:
+        """Return the bytes of each physical file of a step that is here, as `ManifestHead.physical_sizes` names it."""
+        origins = {name: each.origin or name for name, each in near.head.files.items()}
+        found = {origins.get(name, name): size for name, size in self.files(near.step).items()}
+        with suppress(OSError):
+            found[f"step-{near.step}/{METADATA}"] = os.stat(f"{self.step_path(near.step)}/{METADATA}").st_size
+        return found
+
     def is_whole(self, near: NearStep) -> bool:
         """Return True if all files of a committed step are here."""
         files = self.files(near.step)

@@ -7,7 +7,7 @@ folder. A restore chooses from the steps on all tiers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -18,6 +18,7 @@ import msgspec
 
 from snapshot.decoding import decode_msgpack
 from snapshot.distributed.exchange import OTHER_VERSION, Exchange
+from snapshot.distributed.group import ranks_of
 from snapshot.errors import (
     RankError,
     SnapshotError,
@@ -32,13 +33,13 @@ from snapshot.io.loop import can_start_threads, run
 from snapshot.io.session import Seal
 from snapshot.io.storage import FileStat
 from snapshot.io.url import URL
-from snapshot.manager.policies import Policy, RetentionPlan, Taken, checked_policy, choose_kept, plan_retention
+from snapshot.manager.policies import Policy, RetentionPlan, Taken, checked_policy, needs_sizes, plan_retention
 from snapshot.manager.restore_latest import Candidates
-from snapshot.manager.retention import IN_USE, PINNED, Cleaner, Spared, find_needed
+from snapshot.manager.retention import IN_USE, PINNED, Cleaner, Spared, choose_within, find_needed
 from snapshot.manager.root import Root, StepFolders, taken_of, why_suspect
 from snapshot.manager.steps import Begun, RunOptions, Steps, TakePlace
 from snapshot.manifest.document import ManifestHead
-from snapshot.reports import RestoreReport
+from snapshot.reports import RestoreReport, TakeReport
 from snapshot.runs.facts import is_buried
 from snapshot.runs.timeline import NO_ORIGIN, Facts, Origin, Parent, RunLine, Standing, origin_of
 from snapshot.save.findings import suspicions
@@ -72,10 +73,11 @@ _STORAGE_ERRORS = {
 class TieredSteps(Steps):
     """The steps in the near folders of a job's hosts, and in the far root."""
 
+    near_cleaner: NearCleaner | None = None
+
     def __init__(self, near: Near, given: RunOptions) -> None:
         super().__init__(given)
         self.options = near.below(given.root.url, given.root.options)
-        self.near_cleaner: NearCleaner | None = None
         self._keep_near = checked_policy(near.keep)
         self._grace = near.grace
         self._survives, self._replicas = near.survives, near.replicas
@@ -84,6 +86,11 @@ class TieredSteps(Steps):
         """Seconds to wait for the far root in a take."""
         self._far_steps: set[int] | None = None
         """The far steps at the first take; known to the leader only."""
+
+    def expect_expiry(self) -> None:
+        super().expect_expiry()
+        if self.near_cleaner is not None and ranks_of(self.pg).rank == 0:
+            self.near_cleaner.far = self.cleaner
 
     # Join
 
@@ -263,12 +270,12 @@ class TieredSteps(Steps):
         if report is not None:
             self.joined.last_bytes = report.written_bytes * len(member.hosts[member.index].ranks)
 
-    def committed(self, begun: Begun, began: float, base: str) -> None:
+    def committed(self, begun: Begun, began: float, report: TakeReport | None) -> None:
         """Start the removal of near steps after a near take, each host its own. Else that of far steps."""
         if not begun.place.near:
-            super().committed(begun, began, base)
+            super().committed(begun, began, report)
         elif self.near_cleaner is not None and self.joined.member.leads:
-            self.near_cleaner.committed(begun.step, began, base)
+            self.near_cleaner.committed(begun.step, began, report.base if report else "")
 
     def flush(self) -> None:
         """Wait until the newest good near step is far, then the newest, both at most for the grace.
@@ -443,7 +450,7 @@ class NearCleaner(Cleaner):
     def __init__(self, root: Root, policy: Policy | None, spared: Spared, tiers: TierSet, far: Cleaner | None) -> None:
         super().__init__(root, policy, spared, set)
         self._tiers = tiers
-        self._far = far
+        self.far = far
         self._uploaded: set[int] = set()
         self._watch = UploadWatch()
 
@@ -451,14 +458,14 @@ class NearCleaner(Cleaner):
         tiers = self._tiers
         if not tiers.member.fault and tiers.member.leads:
             self._clean_near(upto, self._ask_status())
-        if self._far is None or tiers.member.fault:
+        if self.far is None or tiers.member.fault:
             return
         states = tiers.ask(ControlRequest("status"), ANSWERS).steps
         for step in sorted(
             step for step, each in states.items() if each.far == UploadState.WHOLE and step not in self._uploaded
         ):
             self._uploaded.add(step)
-            self._far.committed(step, time.monotonic())
+            self.far.committed(step, time.monotonic())
 
     def _ask_status(self) -> Status:
         """Return the states of this host's steps. Report uploads that do not advance."""
@@ -513,7 +520,7 @@ class NearCleaner(Cleaner):
 
     def _plan(
         self,
-        steps: Iterable[NearStep],
+        steps: Collection[NearStep],
         upto: int | None = None,
         *,
         damaged: Collection[int] = (),
@@ -525,6 +532,7 @@ class NearCleaner(Cleaner):
         """
         heads = {each.step: each.head for each in steps}
         taken = [taken_of(step, head) for step, head in heads.items() if upto is None or step <= upto]
+        where = self._tiers.folder.path if held is not None else ""  # else it is not the last word
         if held is None:
             held = {step: IN_USE for step, head in heads.items() if self._is_spared(step, head.save_id)}
 
@@ -533,7 +541,13 @@ class NearCleaner(Cleaner):
             return find_needed(heads, heads.keys() - leaving, leaving)
 
         taken += map(Taken, damaged)
-        chosen = choose_kept(self._policy, taken, time.time())
+        sizes: dict[int, dict[str, int]] = {}
+        if needs_sizes(self._policy):
+            sizes = {each.step: self._tiers.folder.physical_sizes(each) for each in steps}
+            taken = [replace(each, sizes=sizes.get(each.step, {}), pinned=bool(held.get(each.step))) for each in taken]
+            later = sizes.keys() - {each.step for each in taken}
+            taken += [Taken(step, sizes=sizes[step], pinned=True, counts=False) for step in later]
+        chosen = choose_within(where, self._policy, taken, time.time(), sizes=sizes, find_needed=needed)
         return plan_retention(chosen, {*heads, *damaged}, held=held, find_needed=needed)
 
     def make_room(self) -> bool:

@@ -27,7 +27,7 @@ from snapshot.interop.handover import Given
 from snapshot.interop.new_folders import NewFolder, hide_folder, remove_folder
 from snapshot.io.loop import run
 from snapshot.io.url import URL
-from snapshot.manager.policies import KeepBest, KeepLatest, Policy, checked_policy, split_policy
+from snapshot.manager.policies import KeepBest, KeepLatest, Policy, checked_policy, every_policy, split_policy
 from snapshot.manager.retention import remove_unkept
 from snapshot.manager.root import Root
 from snapshot.manager.step_metadata import add_note, checked_metrics
@@ -423,7 +423,7 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
 
     def _metrics(self, trainer: Any) -> dict[str, float]:
         """Return the metrics that `keep` needs, as far as the trainer has them now."""
-        names = [each.metric for each in split_policy(self._keep) if isinstance(each, KeepBest)] if self._keep else []
+        names = [each.metric for each in every_policy(self._keep) if isinstance(each, KeepBest)]
         return checked_metrics({name: value for name, value in trainer.callback_metrics.items() if name in names})
 
     def _remember(self, path: str) -> None:

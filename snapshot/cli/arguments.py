@@ -18,7 +18,7 @@ from snapshot import extensions
 from snapshot.cli.verb import Verb
 from snapshot.errors import MissingExtraError, SnapshotError
 from snapshot.io.url import VARIABLE, options_from_environment, read_options
-from snapshot.text import parse_duration
+from snapshot.text import parse_duration, parse_size
 
 _BUILT_IN = {
     "ls": (10, "list the contents of a snapshot, or the snapshots in a folder"),
@@ -277,19 +277,9 @@ def options_file(name: str) -> dict[str, Any]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-_SIZES = {"": 1, "b": 1}
-for _power, _letter in enumerate("kmgt", 1):
-    _SIZES |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
-
-
 def size(text: str) -> int:
-    """Return a number of bytes.
-
-    >>> size("64MiB"), size("1.5g"), size("2MB"), size("4096")
-    (67108864, 1610612736, 2000000, 4096)
-    """
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", text.strip().lower())
-    if found is None or found[2] not in _SIZES or (made := int(float(found[1]) * _SIZES[found[2]])) < 1:
+    """Return a number of bytes."""
+    if (made := parse_size(text)) is None:
         raise argparse.ArgumentTypeError(f"invalid size {text!r} (expected e.g. 64MiB)")
     return made
 

@@ -29,7 +29,8 @@ from snapshot.cli.screen import Column, ExitStatus, ScreenTable, emit, line, pai
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
 from snapshot.io.loop import run as on_loop
 from snapshot.io.url import URL
-from snapshot.manager.step_metadata import NOTE, WRITER
+from snapshot.manager.policies import time_text
+from snapshot.manager.step_metadata import EXPIRES, NOTE, WRITER, noted_expiry
 from snapshot.manifest.document import SnapshotMetadata
 from snapshot.plan.names import matcher
 from snapshot.runs.timeline import KEY
@@ -172,6 +173,8 @@ def _head(name: str, metadata: SnapshotMetadata, found: Sequence[ListedItem]) ->
     yield paint(name, "bold") + line(f"{name}: {', '.join(parts)}").removeprefix(name)
     yield from describe_findings(metadata.metadata)
     user = {key: each for key, each in metadata.metadata.items() if key not in (GUARDS, NOTED)}
+    if (end := noted_expiry(metadata.metadata)) is not None:
+        yield line(f"expires {time_text(end)}")
     if text := _noted(user):
         yield line(f"metadata: {text if len(text) <= 500 else text[:500] + '...'}")
 
@@ -334,10 +337,13 @@ def _sizes(found: Found, shared: SharedFiles) -> ScreenTable:
 
 
 def _steps(found: Found) -> ScreenTable:
+    read = {name: each for name, each in found.items() if not isinstance(each, SnapshotError)}
+    ends = {name: end for name, each in read.items() if (end := noted_expiry(each.metadata)) is not None}
     table = ScreenTable(
         [
             Column("name", shrinks=True, is_name=True, style="bold"),
             Column("taken (UTC)"),
+            *([Column("expires (UTC)")] if ends else []),
             Column("size", right=True),
             Column("entries", right=True, optional=1),
             Column("ranks", right=True, optional=1),
@@ -346,12 +352,13 @@ def _steps(found: Found) -> ScreenTable:
     )
     for name, held in found.items():
         if isinstance(held, SnapshotError):
-            table.add(name, "cannot be read", "", "", "", str(held), style="red")
+            table.add(name, "cannot be read", *([""] if ends else []), "", "", "", str(held), style="red")
             continue
         taken = f"{held.created:%Y-%m-%d %H:%M}" if held.format.startswith("snapshot/") else held.format
         noted = _noted(held.metadata)
         noted = noted[:500] if width() is None else noted
-        table.add(name, taken, size_text(held.nbytes), f"{held.entries:,}", str(held.world_size), noted)
+        until = [time_text(ends[name]).removesuffix(" UTC") if name in ends else ""] if ends else []
+        table.add(name, taken, *until, size_text(held.nbytes), f"{held.entries:,}", str(held.world_size), noted)
     return table
 
 
@@ -373,7 +380,7 @@ def _flat(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield "found:", "; ".join(noted_findings(metadata))
             continue
         if key == NOTE and isinstance(value, Mapping):
-            yield from _flat({name: each for name, each in value.items() if name != WRITER})
+            yield from _flat({name: each for name, each in value.items() if name not in (WRITER, EXPIRES)})
         elif isinstance(value, Mapping):
             yield from _flat(value)
         else:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
-from snapshot.cli.arguments import add_json, add_storage, count, duration, options_of
+from snapshot.cli.arguments import add_json, add_storage, count, duration, options_of, size
 from snapshot.cli.locate import explain_missing, is_local_file
 from snapshot.cli.screen import Column, ExitStatus, ScreenTable, ask, complain, emit, line, printable
 from snapshot.errors import SnapshotError, SnapshotNotFoundError
@@ -18,6 +18,7 @@ from snapshot.loading.open import is_foreign
 from snapshot.manager.policies import KeepBest, KeepEvery, KeepFor, KeepLatest, Policy
 from snapshot.manager.retention import Fate, Removed, Survey, remove_steps, survey_steps
 from snapshot.manager.root import Root
+from snapshot.manager.thinning import KeepSpread, KeepWithin
 from snapshot.manifest.document import METADATA
 from snapshot.save.transaction import DAY
 from snapshot.text import counted, size_text
@@ -27,15 +28,17 @@ UNASKED = "nothing was removed: no terminal to ask on; pass --yes, or --dry-run 
 
 DESCRIPTION = (
     "Remove snapshots named step-<number> in a folder, except those that a --keep option keeps, the newest, and "
-    "pinned ones. Also remove leftovers of interrupted takes and removals; without a --keep option, remove only "
-    "these. Checkpoints of other libraries are left alone. It shows what it would remove, and asks."
+    "pinned ones. Also remove snapshots whose lifetime is over, and leftovers of interrupted takes and removals; "
+    "without a --keep option or --within, remove only these. Checkpoints of other libraries are left alone. It shows "
+    "what it would remove, and asks."
 )
 EXAMPLES = [
     ("prune run --keep-latest 3 --dry-run", "show what would be removed"),
     ("prune run --keep-latest 3 --keep-every 1000", "the latest 3, and each 1000th"),
     ("prune run --keep-best loss:2 --keep-best f1:1:max", "the best by metrics"),
     ("prune run --keep-for 7d --yes", "without asking, for scripts"),
-    ("prune run", "only leftovers of interrupted takes"),
+    ("prune run --keep-latest 20 --within 2TiB", "the latest 20, as far as they fit"),
+    ("prune run", "only what has expired, and leftovers of interrupted takes"),
 ]
 
 
@@ -55,6 +58,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         ),
     ):
         keep.add_argument(flag, action="append", default=[], type=kind, dest="keep", metavar=metavar, help=what)
+    spread = "ever fewer the older they are: at most two for each doubling of the distance in steps"
+    keep.add_argument("--keep-spread", action="append_const", const=KeepSpread(), dest="keep", help=spread)
+    keep.add_argument(
+        "--within", type=size, metavar="SIZE", help="of these, or of all, only the newest that fit, such as 2TiB"
+    )
     add_careful(parser)
     add_json(parser)
     add_storage(parser)
@@ -93,6 +101,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     url = URL.parse(arguments.root)
     root = Root(url, options)
     policy: Policy | None = reduce(lambda one, other: one | other, arguments.keep) if arguments.keep else None
+    policy = policy if arguments.within is None else KeepWithin(arguments.within, policy)
     if is_local_file(url):
         raise SnapshotError(f"{url}: not a folder of steps, but a file")
     fates = survey_steps(root, Survey(policy=policy, older_than=arguments.older_than, thorough=True))

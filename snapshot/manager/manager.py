@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from snapshot.io.session import Key
 from snapshot.io.url import URL
 from snapshot.loading.restore_options import RESTORE_OPTIONS, RestoreOptions
 from snapshot.manager.agreement import Channels, StepBegin, agree_on, may_be_committed
-from snapshot.manager.policies import KeepBest, Policy, checked_policy, split_policy
+from snapshot.manager.policies import KeepBest, Policy, checked_policy, every_policy
 from snapshot.manager.preemption import (
     AHEAD,
     RESERVE,
@@ -41,7 +41,7 @@ from snapshot.manager.restore_latest import Fallback
 from snapshot.manager.retention import CLEANER
 from snapshot.manager.root import Root, taken_of
 from snapshot.manager.schedule import STOP_SIGNALS, Advice, Every, Measured, Schedule, Signals
-from snapshot.manager.step_metadata import add_note, checked_metrics, checked_step, noted_metrics
+from snapshot.manager.step_metadata import add_note, checked_step, noted_expiry, noted_metrics
 from snapshot.manager.steps import Begun, PlainSteps, RunOptions, Steps, find_kind
 from snapshot.manager.takes import (
     OnError,
@@ -173,6 +173,7 @@ class SnapshotManager:
         *,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
+        lifetime: Duration | None = None,
         replicated: Sequence[str] | None = None,
         base: BaseArgument = None,
         progress: ProgressArgument = None,
@@ -192,6 +193,9 @@ class SnapshotManager:
             metrics: Numbers by name, used by `best` and `KeepBest`. Those of rank 0 are stored.
             metadata: As for `Snapshot.take`.
             overwrite: Replace an existing snapshot of this step.
+            lifetime: Time for which the step is kept, also by a manager without `keep`: seconds, a `timedelta`, or a
+                text such as `"7d"`. Then it is removed, unless it is the newest good step, pinned, or a base. That of
+                rank 0 is stored.
             replicated: As for `Snapshot.take`.
             base: As for `Snapshot.take`. With `incremental`, a manager chooses it.
             progress: As for `Snapshot.take`.
@@ -206,8 +210,8 @@ class SnapshotManager:
             SnapshotError: The ranks passed different steps. Or another job has continued the run.
         """
         given = {"replicated": replicated, "base": base, "progress": progress, "timeout": timeout}
-        noted = {"metrics": metrics, "metadata": metadata}
-        begun = self._begin("take", step, app_state, options, **noted, given=given, overwrite=overwrite)
+        noting = partial(add_note, metrics=metrics, metadata=metadata, lifetime=lifetime)
+        begun = self._begin("take", step, app_state, options, noting=noting, given=given, overwrite=overwrite)
         number = begun.step
         if begun.pending is not None:
             self._flush_if_stopping(begun)
@@ -248,6 +252,7 @@ class SnapshotManager:
         *,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
+        lifetime: Duration | None = None,
         replicated: Sequence[str] | None = None,
         base: BaseArgument = None,
         progress: ProgressArgument = None,
@@ -259,8 +264,8 @@ class SnapshotManager:
         Arguments are those of `take`. The options `staging`, `worker` and `when_busy` choose how.
         """
         given = {"replicated": replicated, "base": base, "progress": progress, "timeout": timeout}
-        noted = {"metrics": metrics, "metadata": metadata}
-        begun = self._begin("async_take", step, app_state, options, **noted, given=given, overwrite=overwrite)
+        noting = partial(add_note, metrics=metrics, metadata=metadata, lifetime=lifetime)
+        begun = self._begin("async_take", step, app_state, options, noting=noting, given=given, overwrite=overwrite)
         number, path = begun.step, begun.place.path
         if begun.pending is not None:
             return begun.pending
@@ -288,20 +293,24 @@ class SnapshotManager:
         app_state: AppState,
         options: TakeOptions | None,
         *,
-        metrics: Mapping[str, Any] | None,
-        metadata: Mapping[str, Any] | None,
+        noting: Callable[[int], dict[str, Any]],
         given: Mapping[str, Any],
         overwrite: bool,
     ) -> Begun:
-        """Agree on the step, and on where it is written. `given`: the arguments of the call that go before options."""
+        """Agree on the step, and on where it is written. `given`: the arguments of the call that go before options.
+
+        `noting`: returns the metadata of the take.
+        """
         steps = self._steps
         options = with_given(self.take_options if options is None else options, TakeOptions, given)
         left = self._left() if self._stopping else None
-        with self._noting(step), self._exchange(verb, getattr(options, "timeout", None), left) as exchange:
+        with self._recording_failure(step), self._exchange(verb, getattr(options, "timeout", None), left) as exchange:
             expect_options(options, TakeOptions)
             options.check()
             number = checked_step(step)
-            noted = add_note(number, checked_metrics(metrics), metadata)
+            noted = noting(number)
+            if noted_expiry(noted) is not None:
+                steps.expect_expiry()
             before = self._pendings.of(number)
             replaces = overwrite or number in steps.damaged
             saved = may_be_committed(before) and self._pendings.is_latest(number) and not replaces
@@ -347,7 +356,7 @@ class SnapshotManager:
         return choose_save(left, costs, lambda: parameter_share(app_state)), costs.whole
 
     @contextmanager
-    def _noting(self, step: object) -> Iterator[None]:
+    def _recording_failure(self, step: object) -> Iterator[None]:
         """Record a failure of what is saved last."""
         try:
             yield
@@ -381,7 +390,7 @@ class SnapshotManager:
         if begun.saved in ("whole", "near"):
             self._last.good = begun.step
         self._measured.durable(began)
-        self._steps.committed(begun, began, report.base if report else "")
+        self._steps.committed(begun, began, report)
 
     # Restore
 
@@ -435,6 +444,7 @@ class SnapshotManager:
             self._cadence.began(step)
             self._last.good = step
             self._measured.restore = time.monotonic() - began
+            self._steps.restored(step)
         return step
 
     @property
@@ -486,7 +496,7 @@ class SnapshotManager:
         if metric is not None:
             policy = KeepBest(metric, 1, mode)
         else:
-            found = [each for each in split_policy(self._keep) if isinstance(each, KeepBest)] if self._keep else []
+            found = [each for each in every_policy(self._keep) if isinstance(each, KeepBest)]
             if not found:
                 raise ValueError(
                     "best: `keep` has no KeepBest; pass a metric, such as best('loss') or best('f1', 'max')"

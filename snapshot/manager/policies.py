@@ -11,10 +11,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from operator import index
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from snapshot.errors import SnapshotError
 from snapshot.text import duration_text, seconds_of
@@ -30,6 +30,14 @@ class Taken:
     metrics: Mapping[str, float] = field(default_factory=dict)
     suspect: bool = False
     """True if a guard found something in its state."""
+    expires: float | None = None
+    """Time when its lifetime is over, in seconds since the epoch."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of each physical file, by a key that steps share with it, for policies with `needs_sizes`."""
+    pinned: bool = False
+    """True if it stays whatever the policy says, for policies with `needs_sizes`."""
+    counts: bool = True
+    """False for a step that no policy decides about, such as a damaged one, and that only takes space."""
 
 
 class Policy(ABC):
@@ -37,6 +45,17 @@ class Policy(ABC):
 
     A policy may read the snapshots. Takes don't wait for it, and if it raises, nothing is removed.
     """
+
+    needs_sizes: ClassVar[bool] = False
+    """True if `keep` gets all steps at once, also suspect ones and those with `counts=False`, with their sizes."""
+
+    @property
+    def inner(self) -> tuple[Policy, ...]:
+        """The policies that this one asks."""
+        return ()
+
+    def settle(self, where: str, taken: Sequence[Taken], now: float) -> None:  # noqa: B027 - most have nothing to do
+        """Learn which steps stay below `where`. Called for policies that need sizes, once that is decided."""
 
     @abstractmethod
     def keep(self, taken: Sequence[Taken], now: float) -> set[int]:
@@ -149,6 +168,10 @@ class Union(Policy):
 
     policies: tuple[Policy, ...]
 
+    @property
+    def inner(self) -> tuple[Policy, ...]:
+        return self.policies
+
     def keep(self, taken: Sequence[Taken], now: float) -> set[int]:
         return set().union(*(each.keep(taken, now) for each in self.policies))
 
@@ -161,33 +184,56 @@ def split_policy(policy: Policy) -> tuple[Policy, ...]:
     return policy.policies if isinstance(policy, Union) else (policy,)
 
 
-def choose_kept(policy: Policy | None, taken: Sequence[Taken], now: float) -> dict[int, list[str]]:
-    """Return the kept steps with the reasons. The newest is always kept; without a policy all are.
+def every_policy(policy: Policy | None) -> list[Policy]:
+    """Return a policy and all that it asks, directly or not."""
+    return [policy, *(each for inner in policy.inner for each in every_policy(inner))] if policy is not None else []
 
-    Suspect steps are decided among themselves. So none takes the place of a good one, and none is the best. Raise
-    SnapshotError if the policy does.
+
+def needs_sizes(policy: Policy | None) -> bool:
+    """Return True if a policy, or one in it, needs the sizes of the steps."""
+    return any(each.needs_sizes for each in every_policy(policy))
+
+
+def choose_kept(policy: Policy | None, taken: Sequence[Taken], now: float) -> dict[int, list[str]]:
+    """Return the kept steps with the reasons. The newest good one is always kept; without a policy all are.
+
+    Suspect steps are decided among themselves. So none takes the place of a good one, and none is the best. The newest
+    of them is kept, too, unless a policy needs sizes. A step is kept until its lifetime is over, and then by no policy.
+    Raise SnapshotError if the policy does.
     """
-    suspect = [each for each in taken if each.suspect]
-    if suspect:
-        good = [each for each in taken if not each.suspect]
-        apart = choose_kept(policy, [replace(each, suspect=False, metrics={}) for each in suspect], now)
-        return choose_kept(policy, good, now) | {
-            step: [f"suspect: {each}" for each in why] for step, why in apart.items()
-        }
-    if not taken:
-        return {}
-    steps = {each.step for each in taken}
-    found: dict[int, list[str]] = {step: ["no policy"] for step in steps} if policy is None else {}
-    for each in split_policy(policy) if policy is not None else ():
-        try:
-            kept = {index(step) for step in each.keep(taken, now)}
-        except Exception as error:
-            why = f"{type(each).__name__}.keep failed: {type(error).__name__}: {error}"
-            raise SnapshotError(f"{why}; nothing is removed") from error
-        for step in kept & steps:
-            found.setdefault(step, []).append(str(each))
-    found.setdefault(max(steps), ["newest"])
+    found: dict[int, list[str]] = {}
+    sized = needs_sizes(policy)
+    for suspect in sorted({each.suspect for each in taken if each.counts}):
+        these = [each for each in taken if each.counts and each.suspect == suspect]
+        live = [each for each in these if each.expires is None or each.expires > now]
+        asked = [replace(each, suspect=False, metrics={}) for each in live] if suspect else live
+        kept = {each.step: [f"until {time_text(each.expires)}"] for each in live if each.expires is not None}
+        for each in split_policy(policy) if policy is not None and live else ():
+            for step in _ask(each, taken if each.needs_sizes else asked, now) & {one.step for one in live}:
+                kept.setdefault(step, []).append(str(each))
+        if policy is None:
+            kept = {each.step: ["no policy"] for each in live} | kept
+        if not suspect or (live and not sized):
+            kept.setdefault(max(each.step for each in (live if suspect else these)), ["newest"])
+        found |= {step: [f"suspect: {each}" for each in why] if suspect else why for step, why in kept.items()}
     return found
+
+
+def _ask(policy: Policy, taken: Sequence[Taken], now: float) -> set[int]:
+    try:
+        return {index(step) for step in policy.keep(taken, now)}
+    except Exception as error:
+        why = f"{type(policy).__name__}.keep failed: {type(error).__name__}: {error}"
+        raise SnapshotError(f"{why}; nothing is removed") from error
+
+
+def time_text(seconds: float) -> str:
+    """Format a time since the epoch.
+
+    >>> time_text(0)
+    '1970-01-01 00:00 UTC'
+    """
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def _count(name: str, n: object) -> None:
@@ -234,7 +280,8 @@ def plan_retention(
 def checked_policy(keep: Any, *, metrics: bool = True) -> Policy | None:
     """Return the policy for an argument `keep`: a policy, a number of the latest to keep, or None for all.
 
-    Raise TypeError or ValueError for other values. `metrics`: False if what is kept has no metrics.
+    Raise TypeError or ValueError for other values. `metrics`: False if what is kept has no metrics, and
+    no sizes.
     """
     if isinstance(keep, int) and not isinstance(keep, bool):
         if keep < 1:
@@ -244,6 +291,8 @@ def checked_policy(keep: Any, *, metrics: bool = True) -> Policy | None:
         raise TypeError(
             f"keep must be a number or a policy (KeepLatest(n), KeepBest(metric), ..., or several with |), got {keep!r}"
         )
-    if keep is not None and not metrics and any(isinstance(each, KeepBest) for each in split_policy(keep)):
+    if not metrics and any(isinstance(each, KeepBest) for each in every_policy(keep)):
         raise ValueError(f"keep must be a policy without KeepBest, since versions have no metrics, got {keep}")
+    if not metrics and needs_sizes(keep):
+        raise ValueError(f"keep must be a policy without KeepWithin, since versions have no sizes, got {keep}")
     return keep

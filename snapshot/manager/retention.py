@@ -11,17 +11,26 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from snapshot.errors import CorruptSnapshotError, OtherWriterError, SnapshotError, StorageError, StorageNotFoundError
 from snapshot.events import emit, log
 from snapshot.io.aio import gather_limited
 from snapshot.io.loop import is_exiting, run
 from snapshot.io.storage import FileStat, Storage
-from snapshot.manager.policies import KeepBest, Policy, Taken, choose_kept, plan_retention, split_policy
+from snapshot.manager.policies import (
+    KeepBest,
+    Policy,
+    Taken,
+    choose_kept,
+    every_policy,
+    needs_sizes,
+    plan_retention,
+    time_text,
+)
 from snapshot.manager.root import UNREADABLE as CANNOT_READ
 from snapshot.manager.root import Root, StepFolders, taken_of
-from snapshot.manifest.document import ManifestHead, NotOurs
+from snapshot.manifest.document import METADATA, ManifestHead, NotOurs
 from snapshot.runs.facts import bury
 from snapshot.runs.timeline import Standing, origin_of
 from snapshot.save import transaction
@@ -126,24 +135,20 @@ def _of_snapshots(
     policy, upto, damaged, thorough = survey.policy, survey.upto, survey.damaged, survey.thorough
     stats = folders.committed
     heads = {step: head for step, head in every.items() if step in stats}
-    taken: dict[int, Taken] = {}
     standings = run(_standings(root, heads))
     left = [step for step, standing in standings.items() if standing == Standing.OFF and step != upto]
-    fates = [Fate(step, "other", goes=False, why=str(error)) for step, error in folders.unreadable.items()]
-    fates += [
-        Fate(each, "other", goes=False, why=UNDECIDED) for each in standings if standings[each] == Standing.UNDECIDED
-    ]
-    for step, head in heads.items():
-        if isinstance(head, ManifestHead):
-            if standings[step] != Standing.UNDECIDED:
-                taken[step] = taken_of(step, head)
-        elif isinstance(head, CorruptSnapshotError) and step in damaged:
-            taken[step] = Taken(step)
-        else:
-            why = NOT_OURS if isinstance(head, NotOurs) else UNREADABLE
-            fates.append(Fate(step, "other", goes=False, why=why))
+    taken, fates = _sort_out(heads, standings, damaged)
+    fates += [Fate(step, "other", goes=False, why=str(error)) for step, error in folders.unreadable.items()]
+    read_heads = {step: head for step, head in every.items() if isinstance(head, ManifestHead)}
+    measured = read_heads if needs_sizes(policy) else {}
+    sizes, pinned = physical_sizes(measured, {**stats, **folders.later}), run(root.pinned(measured))
+    taken = {step: replace(each, sizes=sizes.get(step, {}), pinned=step in pinned) for step, each in taken.items()}
     good = {step: each for step, each in taken.items() if step not in damaged and step not in left}
     broken: dict[int, str] = {}
+
+    def needed(removed: list[int]) -> dict[int, str]:
+        leaving = [step for step in removed if step in read_heads]
+        return find_needed(read_heads, read_heads.keys() - {*leaving, *broken, *damaged}, leaving)
 
     async def fault(step: int) -> str:
         head = heads[step]
@@ -155,7 +160,9 @@ def _of_snapshots(
     # chooses again without the damaged ones. All others go anyway, and their files are not looked at. It runs in this
     # thread and not on the loop, because it may read snapshots.
     while True:
-        kept = choose_kept(policy, list(good.values()), now)
+        stay = [each for each in sizes if each not in good and (each not in taken or each in {*broken, *pinned})]
+        beside = [Taken(step, sizes=sizes[step], pinned=True, counts=False) for step in stay]
+        kept = choose_within(str(root.url), policy, [*good.values(), *beside], now, sizes=sizes, find_needed=needed)
         found = {step: why for step, why in zip(kept, run(gather_limited(kept, fault)), strict=True) if why}
         if not found:
             break
@@ -169,12 +176,6 @@ def _of_snapshots(
     ids = {step: head.save_id for step, head in heads.items() if isinstance(head, ManifestHead)}
     stays = run(gather_limited(going, lambda step: _why_it_stays(root, step, ids.get(step, ""), survey)))
     held = dict(zip(going, stays, strict=True))
-    read_heads = {step: head for step, head in every.items() if isinstance(head, ManifestHead)}
-
-    def needed(removed: list[int]) -> dict[int, str]:
-        leaving = [step for step in removed if step in read_heads]
-        return find_needed(read_heads, read_heads.keys() - {*leaving, *broken, *damaged}, leaving)
-
     plan = plan_retention(kept, {*good, *going}, held=held, find_needed=needed)
     for step, each in taken.items():
         head = heads[step]
@@ -184,10 +185,77 @@ def _of_snapshots(
             why = broken.get(step, "a restore passed over it")
             fates.append(Fate(step, "damaged", goes=False, why=f"damaged: {why}", taken=read, nbytes=size))
             continue
-        why = plan.kept.get(step, OFF_LINE if step in left else "no policy keeps it")
+        over = f"its lifetime was over {time_text(each.expires)}" if each.expires and each.expires <= now else ""
+        why = plan.kept.get(step, OFF_LINE if step in left else over or "no policy keeps it")
         token, save_id = stats[step].token, ids.get(step, "")
         fates.append(Fate(step, "snapshot", step in plan.removed, why, read, size, token=token, save_id=save_id))
     return fates
+
+
+def _sort_out(
+    heads: Mapping[int, ManifestHead | SnapshotError], standings: Mapping[int, Standing], damaged: Collection[int]
+) -> tuple[dict[int, Taken], list[Fate]]:
+    """Return the snapshots to decide about, and the fates of the others."""
+    taken: dict[int, Taken] = {}
+    fates: list[Fate] = []
+    for step, head in heads.items():
+        if isinstance(head, ManifestHead) and standings[step] != Standing.UNDECIDED:
+            taken[step] = taken_of(step, head)
+        elif isinstance(head, CorruptSnapshotError) and step in damaged:
+            taken[step] = Taken(step)
+        else:
+            why = UNDECIDED if isinstance(head, ManifestHead) else NOT_OURS if isinstance(head, NotOurs) else UNREADABLE
+            fates.append(Fate(step, "other", goes=False, why=why))
+    return taken, fates
+
+
+def physical_sizes(heads: Mapping[int, ManifestHead], stats: Mapping[int, FileStat]) -> dict[int, dict[str, int]]:
+    """Return the bytes of each physical file of the steps: data, and the manifest with its parts.
+
+    `stats` are those of the manifests. Steps with one save id are copies that another tool made: they share none.
+    """
+    found: dict[int, dict[str, int]] = {}
+    saves: dict[str, int] = {}
+    for step, head in heads.items():
+        prefix = "" if saves.setdefault(head.save_id, step) == step else f"step-{step}/"
+        files = {f"{prefix}{name}": size for name, size in head.physical_sizes().items()}
+        found[step] = files | {f"step-{step}/{METADATA}": stats[step].size}
+    return found
+
+
+def choose_within(
+    where: str,
+    policy: Policy | None,
+    taken: Sequence[Taken],
+    now: float,
+    *,
+    sizes: Mapping[int, Mapping[str, int]],
+    find_needed: Callable[[list[int]], Mapping[int, str]],
+) -> dict[int, list[str]]:
+    """Do as `choose_kept`. A policy that needs sizes is also told those of the steps that the kept ones rely on.
+
+    Which these are follows from its choice. So they are added to the step that a limit removes first, and it chooses
+    again. `where`: the root, or '' to settle nothing. `sizes`: the physical files of all steps. `find_needed`: as for
+    `plan_retention`.
+    """
+    known = {each.step: each for each in taken}
+    while True:
+        chosen = choose_kept(policy, list(known.values()), now)
+        if not needs_sizes(policy):
+            return chosen
+        stay = [each for each in known.values() if each.step in chosen or each.pinned]
+        counted = {file for each in stay for file in each.sizes}
+        removed = sorted(sizes.keys() - {each.step for each in stay})
+        more = {file: size for step in find_needed(removed) for file, size in sizes[step].items()}
+        if not stay or more.keys() <= counted:
+            break
+        newest = max((each.step for each in stay if each.counts and not each.suspect), default=None)
+        free = [each for each in stay if not each.pinned and each.step != newest and not each.expires]
+        first = min(free or stay, key=lambda each: (not each.suspect, each.step))
+        known[first.step] = replace(first, sizes={**more, **first.sizes})
+    for one in every_policy(policy) if where else ():
+        one.settle(where, stay, now)
+    return chosen
 
 
 async def _standings(root: Root, heads: Mapping[int, object]) -> dict[int, Standing]:
@@ -203,7 +271,7 @@ async def _standings(root: Root, heads: Mapping[int, object]) -> dict[int, Stand
 def expect_metrics(root: Root, policy: Policy, taken: Collection[Taken]) -> None:
     """Raise UnknownMetric if no snapshot has the policy's metric. It may be misspelt, and the best would be lost."""
     known = sorted({name for each in taken for name in each.metrics})
-    for each in split_policy(policy):
+    for each in every_policy(policy):
         if isinstance(each, KeepBest) and taken and each.metric not in known:
             there = f"; known metrics: {', '.join(known)}" if known else ", nor any other metric"
             raise UnknownMetric(f"{root.url}: no snapshot has the metric {each.metric!r}{there}; nothing was removed")
@@ -516,6 +584,8 @@ class Cleaner:
         for fate in fates:
             if fate.what == "damaged":
                 self._say(fate.step, f"{self._root.step_url(fate.step)}: kept, and ignored by policies: {fate.why}")
+        if self._policy is None:  # only what has expired
+            fates = [fate for fate in fates if fate.what == "snapshot"]
         log_failures(self._root, run(remove_steps(self._root, fates, spared=self._is_spared)))
 
     def _is_spared(self, step: int, save_id: str = "") -> bool:

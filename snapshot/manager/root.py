@@ -26,7 +26,7 @@ from snapshot.io.storage import ANYTHING, FileStat, Storage
 from snapshot.io.url import URL
 from snapshot.loading.open import expect_files, open_main, read_manifest
 from snapshot.manager.policies import Taken
-from snapshot.manager.step_metadata import noted_metrics
+from snapshot.manager.step_metadata import noted_expiry, noted_metrics
 from snapshot.manifest.document import (
     METADATA,
     OURS,
@@ -55,8 +55,8 @@ LONGEST_BEGINNING = 32 << 20
 
 def taken_of(step: int, head: ManifestHead) -> Taken:
     """Return a snapshot as policies see it."""
-    suspect = bool(suspicions(head.metadata))
-    return Taken(step, datetime.fromisoformat(head.created).timestamp(), noted_metrics(head.metadata), suspect)
+    created, metadata = datetime.fromisoformat(head.created).timestamp(), head.metadata
+    return Taken(step, created, noted_metrics(metadata), bool(suspicions(metadata)), noted_expiry(metadata))
 
 
 def why_suspect(found: Sequence[str]) -> str | None:
@@ -204,6 +204,16 @@ class Root:
         head = None if stat is None else await self._head(step, stat)
         return set(head.copies().values()) if isinstance(head, ManifestHead) else set()
 
+    async def new_bytes(self, step: int) -> int:
+        """Return the bytes that a step added to the storage: those of its files that no earlier step has."""
+        async with self.opened(step) as session:
+            stat = await session.storage.stat(METADATA)
+        head = await self._head(step, stat)
+        if not isinstance(head, ManifestHead):
+            return 0
+        shared = sum(each.stored_size for each in head.files.values() if each.origin is not None)
+        return sum(head.sizes().values()) - shared + stat.size
+
     async def find_last_taken(self) -> int | None:
         """Return the step that was taken last, or None if there is none. Suspect steps are logged and passed over.
 
@@ -325,7 +335,8 @@ class Root:
                     await session.storage.delete([PINNED])
 
     async def pinned(self, steps: Iterable[int]) -> set[int]:
-        steps = list(steps)
+        if not (steps := list(steps)):
+            return set()
         async with self.opened() as session:
             found = await gather_limited(steps, lambda step: _stat_if_there(session.storage, f"step-{step}/{PINNED}"))
         return {step for step, stat in zip(steps, found, strict=True) if stat is not None}

@@ -11,19 +11,21 @@ import math
 import secrets
 import socket
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from snapshot.errors import OtherWriterError, SnapshotError
 from snapshot.io.storage import FileStat
 from snapshot.manifest.document import ManifestHead
 from snapshot.runs.timeline import KEY
-from snapshot.text import with_article
+from snapshot.text import Duration, seconds_of, with_article
 
 NOTE = "snapshot.manager"
 """Key in a snapshot's metadata."""
 WRITER = "writer"
 """Key in the entry: the job that took the step."""
+EXPIRES = "expires"
+"""Key in the entry: the time when the step's lifetime is over."""
 
 
 def checked_step(step: Any) -> int:
@@ -71,13 +73,28 @@ def _number(name: str, value: Any) -> float:
         raise TypeError(f"metrics[{name!r}] does not fit into a float: {error}") from error
 
 
-def add_note(step: int, metrics: Mapping[str, float], metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a snapshot's metadata: the user's plus the manager's. NaN and infinity are stored by name."""
+def add_note(
+    step: int, metrics: Mapping[str, Any] | None, metadata: Mapping[str, Any] | None, lifetime: Duration | None = None
+) -> dict[str, Any]:
+    """Return a snapshot's metadata: the user's plus the manager's. NaN and infinity are stored by name.
+
+    Raise TypeError or ValueError for wrong values.
+    """
     given = dict(metadata or {})
     if NOTE in given:
         raise ValueError(f"metadata must not have the key {NOTE!r}: it is reserved for the manager")
-    stored = {name: value if math.isfinite(value) else repr(value) for name, value in metrics.items()}
-    return {**given, NOTE: {"step": step, "metrics": stored}}
+    stored = {name: value if math.isfinite(value) else repr(value) for name, value in checked_metrics(metrics).items()}
+    note: dict[str, Any] = {"step": step, "metrics": stored}
+    return {**given, NOTE: note if lifetime is None else {**note, EXPIRES: _end_of(lifetime)}}
+
+
+def _end_of(lifetime: Duration) -> str:
+    """Return the time after a lifetime that begins now. Raise ValueError or TypeError if it is not a duration."""
+    seconds = seconds_of(lifetime, "lifetime")
+    try:
+        return (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat(timespec="seconds")
+    except OverflowError:
+        raise ValueError(f"lifetime must end before the year 10000, got {lifetime!r}") from None
 
 
 def add_writer(metadata: Mapping[str, Any], writer: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,6 +118,15 @@ def noted_metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
         if value in ("nan", "inf", "-inf") or (isinstance(value, (int, float)) and not isinstance(value, bool)):
             found[name] = float(value)
     return found
+
+
+def noted_expiry(metadata: Mapping[str, Any]) -> float | None:
+    """Return the time when a snapshot's lifetime is over, in seconds since the epoch; None if it has no lifetime."""
+    own = metadata.get(NOTE)
+    try:
+        return datetime.fromisoformat(own[EXPIRES]).timestamp() if isinstance(own, dict) and EXPIRES in own else None
+    except (TypeError, ValueError, OverflowError):  # another program wrote it
+        return None
 
 
 MOST = 64

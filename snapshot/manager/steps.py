@@ -19,6 +19,7 @@ from snapshot.errors import SnapshotError, StorageError
 from snapshot.events import log
 from snapshot.io.loop import run
 from snapshot.io.url import URL
+from snapshot.manager.free_space import SpaceWatch
 from snapshot.manager.policies import KeepLatest, Policy, split_policy
 from snapshot.manager.restore_latest import Candidates
 from snapshot.manager.retention import Cleaner, Inspect
@@ -26,7 +27,7 @@ from snapshot.manager.root import Root
 from snapshot.manager.step_metadata import Writers, add_writer
 from snapshot.manager.takes import PendingTakes
 from snapshot.manifest.document import ManifestHead
-from snapshot.reports import RestoreReport, Saved
+from snapshot.reports import RestoreReport, Saved, TakeReport
 from snapshot.runs.timeline import RunLine
 from snapshot.save.take import AppState
 from snapshot.save.take_options import BaseArgument, TakeOptions
@@ -34,6 +35,10 @@ from snapshot.snapshot import PendingSnapshot, Snapshot
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+MANIFEST = 64 << 20
+"""Bytes that a manifest has at most, in all but very large jobs."""
 
 
 class TakePlace(NamedTuple):
@@ -102,9 +107,15 @@ class Steps(ABC):
         self._keep = given.keep
         self._pendings = given.pendings
         self._leads = True
+        self._inspect = inspect
         self.cleaner: Cleaner | None = None
         if given.keep is not None:
-            self.cleaner = Cleaner(given.root, given.keep, self.is_spared, lambda: set(self.damaged), inspect)
+            self.expect_expiry()
+
+    def expect_expiry(self) -> None:
+        """Remove steps from the next commit on, if only those whose lifetime is over. Called before each such take."""
+        if self.cleaner is None:
+            self.cleaner = Cleaner(self.root, self._keep, self.is_spared, lambda: set(self.damaged), self._inspect)
 
     def is_spared(self, step: int, save_id: str) -> bool:
         """Return True if the step is being taken or restored, or a running take is based on the snapshot there."""
@@ -139,16 +150,16 @@ class Steps(ABC):
     def async_take(self, begun: Begun, app_state: AppState) -> PendingSnapshot:
         return Snapshot.async_take(begun.place.path, app_state, self.pg, **begun.arguments())
 
-    def committed(self, begun: Begun, began: float, base: str) -> None:
-        """Start the removals after a commit. Called on the loop, so nothing here may block.
+    def committed(self, begun: Begun, began: float, report: TakeReport | None) -> None:
+        """Start the removals after a commit, of a take that began at a monotonic time. Called on the loop.
 
-        Args:
-            begun: The take.
-            began: The monotonic time when it began.
-            base: Save id of the snapshot that it relies on.
+        So nothing here may block. `report`: that of this rank.
         """
         if begun.options.durable and self._leads and self.cleaner is not None:
-            self.cleaner.committed(begun.step, began, base)
+            self.cleaner.committed(begun.step, began, report.base if report else "")
+
+    def restored(self, step: int) -> None:  # noqa: B027 - near folders have nothing to do
+        """Go on with a step that all ranks have restored."""
 
     @abstractmethod
     def flush(self) -> None:
@@ -301,6 +312,7 @@ class PlainSteps(Steps):
 
     def __init__(self, given: RunOptions) -> None:
         self._writers = Writers()
+        self._space = SpaceWatch(given.root)
         super().__init__(given, self._writers.inspect)
         self.local = given.root
 
@@ -311,8 +323,19 @@ class PlainSteps(Steps):
         self._leads = exchange.rank == 0
         return add_writer(metadata, self._writers.note()), ""
 
+    def committed(self, begun: Begun, began: float, report: TakeReport | None) -> None:
+        """Also record the space that the step took: at most twice what this rank wrote, for each of the ranks."""
+        if report is not None:
+            self._space.took(begun.step, 2 * ranks_of(self.pg).world * report.written_bytes + MANIFEST)
+        super().committed(begun, began, report)
+
+    def restored(self, step: int) -> None:
+        if ranks_of(self.pg).rank == 0:
+            self._space.learn(step)
+
     def check(self, step: int, fault: str, *, new: bool) -> None:
         """Raise OtherWriterError if another job writes to the root. Without `keep`, nothing is listed."""
+        self._space.look()
         if self.cleaner is not None:
             self._writers.expect_alone()
             with suppress(StorageError):  # the take reports it

@@ -382,6 +382,11 @@ class ManifestHead(msgspec.Struct):
         sizes = {name: each.stored_size for name, each in self.files.items() if not each.in_base}
         return sizes | {each.location: each.size for each in self.parts}
 
+    def physical_sizes(self) -> dict[str, int]:
+        """Return `sizes` by physical files: a shared one has the name of the first file that had its bytes."""
+        origins = {name: each.origin or name for name, each in self.files.items()}
+        return {origins.get(name, name): size for name, size in self.sizes().items()}
+
     def copies(self) -> dict[str, str]:
         """Return the physical file of each content that an incremental take recorded."""
         return {each.content: each.origin or name for name, each in self.files.items() if each.content is not None}

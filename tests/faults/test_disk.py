@@ -1,12 +1,16 @@
 """Disks that are full, broken, locked or gone: a clear error, nothing committed or left, and the next take works."""
 
 import errno
+import os
 import shutil
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from snapshot import Snapshot, SnapshotExistsError, StateDict, TakeOptions
+from snapshot import Snapshot, SnapshotExistsError, SnapshotManager, StateDict, StorageError, TakeOptions, events
 from snapshot.manifest.document import METADATA
 from snapshot.save.transaction import Transaction
 from snapshot.storages.file.file_storage import FileStorage
@@ -163,6 +167,98 @@ def test_disk_that_is_full_fails_take_and_leaves_no_files(forker, tmp_path, kind
             assert not found.leaks
             assert made.used() == before, "space was not given back"
         place.goes_on(place.stands(), by_delete=False)
+
+
+MB = 1_000_000
+
+
+def megabytes(step, count):
+    return {"s": StateDict(x=torch.full((count * MB // 4,), float(step)))}
+
+
+@pytest.mark.parametrize(("kind", "options"), [("tmpfs", "size=40m"), ("ext4", "")])
+@pytest.mark.parametrize("incremental", [False, True])
+def test_disk_that_is_nearly_full_is_said_before_the_take_once_until_it_changes(
+    tmp_path, told, caplog, kind, options, incremental
+):
+    with disk(kind, tmp_path, options=options) as made:
+        root = made.mount / "run"
+
+        def said():
+            found = [each for each in told if each.name == "nearly_full"]
+            lines = [each.getMessage() for each in caplog.records if "nearly full" in each.getMessage()]
+            assert len(found) == len(lines)
+            return found, lines
+
+        with SnapshotManager(root, signals=(), incremental=incremental) as manager:
+            for step in (1, 2):
+                manager.take(step, megabytes(step, 8))
+            assert said() == ([], [])
+            filler = made.mount / "filler"
+            filler.write_bytes(b"x" * (free_in(root) - 6 * MB))
+            made.sync()
+            for _ in range(3):
+                with pytest.raises(StorageError, match="No space left"):
+                    manager.take(3, megabytes(3, 12))
+            [event], [text] = said()
+            assert (event.verb, event.path, event.fields["step"]) == ("take", str(root), 2)
+            assert 8 * MB <= event.fields["took"] < 9 * MB
+            assert 0 < event.fields["free"] < 8 * MB
+            assert all(word in text for word in (str(root), "step-2", "MiB free", "7.6 MiB"))
+            manager.take(4, megabytes(4, 2))  # it fits, which nobody knew
+            manager.take(5, megabytes(5, 2))
+            assert len(said()[0]) == 1
+        told.clear()
+        with SnapshotManager(root, signals=(), incremental=incremental) as manager:
+            live = megabytes(0, 2)
+            assert manager.restore_latest(live) == 5
+            filler.write_bytes(b"x" * (filler.stat().st_size + free_in(root) - MB))
+            with suppress(StorageError):  # the reserve of ext4 is root's
+                manager.take(7, megabytes(7, 2))
+            assert [each.fields["step"] for each in told if each.name == "nearly_full"] == [5]
+            filler.unlink()
+            for step in (8, 9):
+                manager.take(step, megabytes(step, 2))
+            filler.write_bytes(b"x" * (free_in(root) - MB))
+            with suppress(StorageError):
+                manager.take(10, megabytes(10, 2))
+            assert [each.fields["step"] for each in told if each.name == "nearly_full"] == [5, 9]
+
+
+def free_in(folder):
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def _on_a_full_disk(root):
+    heard = []
+    events.add_handler(heard.append)
+    try:
+        with SnapshotManager(root, signals=(), timeout=60) as manager:
+            manager.take(1, megabytes(dist.get_rank(), 2))
+            if dist.get_rank() == 0:
+                Path(root).with_name("filler").write_bytes(b"x" * (free_in(root) - 3 * MB))
+            dist.barrier()
+            manager.take(2, megabytes(dist.get_rank(), 1))
+    finally:
+        events.remove_handler(heard.append)
+    return [each.fields["took"] // MB for each in heard if each.name == "nearly_full"]
+
+
+def test_disk_that_is_nearly_full_is_said_by_the_leader_with_the_bytes_of_all_ranks(two, tmp_path):
+    with disk("tmpfs", tmp_path, options="size=40m") as made:
+        assert two.run(_on_a_full_disk, str(made.mount / "run")) == [[4], []]
+
+
+def test_disk_that_cannot_be_measured_fails_no_take(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", path)
+
+    with SnapshotManager(tmp_path / "run", signals=()) as manager:
+        manager.take(1, megabytes(1, 1))
+        monkeypatch.setattr(shutil, "disk_usage", refuse)
+        manager.take(2, megabytes(2, 1))
+        assert manager.steps() == [1, 2]
 
 
 def test_disk_that_is_read_only_fails_take_and_delete(forker, tmp_path):

@@ -5,10 +5,10 @@ import random
 from datetime import timedelta
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from snapshot import KeepBest, KeepEvery, KeepFor, KeepLatest
+from snapshot import KeepBest, KeepEvery, KeepFor, KeepLatest, KeepSpread, KeepWithin
 from snapshot.manager.policies import Taken, checked_policy, choose_kept, plan_retention, split_policy
 
 NOW = 1_000_000.0
@@ -24,6 +24,7 @@ simple = st.one_of(
     st.builds(KeepBest, st.sampled_from(["loss", "f1"]), st.integers(1, 4), st.sampled_from(["min", "max"])),
     st.builds(KeepEvery, st.integers(1, 20)),
     st.builds(KeepFor, st.floats(1, 1000)),
+    st.builds(KeepSpread),
 )
 
 
@@ -104,6 +105,87 @@ def test_keep_for_counts_from_the_time_of_the_take() -> None:
     there = [Taken(1, NOW - 7200), Taken(2, NOW - 3600), Taken(3, NOW)]
     assert KeepFor("1h").keep(there, NOW) == {2, 3} == KeepFor(timedelta(hours=1)).keep(there, NOW)
     assert KeepFor(10).keep(there, NOW) == {3}
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=300), st.integers(0, 10**6))
+@example([1] * 2000, 0)
+@example([1000] * 1000, 0)
+@example([997] * 500, 123_456)
+def test_keep_spread_keeps_few_steps_of_all_ages_and_never_misses_a_removed_one(gaps: list[int], first: int) -> None:
+    """After each take, all but the kept steps are removed, and that changes nothing."""
+    every, kept = [first], {first}
+    for gap in gaps:
+        every.append(every[-1] + gap)
+        kept = KeepSpread().keep([Taken(step) for step in (*kept, every[-1])], NOW)
+    newest, widest = every[-1], max(gaps)
+    assert kept == KeepSpread().keep([Taken(step) for step in every], NOW)
+    assert {first, newest} <= kept
+    assert len(kept) <= 2 * math.log2(len(every) * widest / min(gaps)) + 4
+    for step in every:
+        age = newest - step
+        nearest = [newest - each for each in kept if age / 2.001 - widest <= newest - each <= age * 2.001 + widest]
+        assert nearest, (step, sorted(kept))
+
+
+def test_keep_spread_of_a_thousand_steps_is_about_a_dozen() -> None:
+    counts = [len(KeepSpread().keep([Taken(step) for step in range(0, 100 * count, 100)], NOW)) for count in
+              (10, 100, 1000, 10_000)]  # fmt: skip
+    assert counts == sorted(counts)
+    assert counts[2] <= 12
+    assert counts[3] <= 18
+
+
+sizes = st.dictionaries(st.sampled_from("abcdefgh"), st.just(10), max_size=4)
+sized = st.lists(
+    st.builds(Taken, st.integers(0, 50), st.just(NOW), metrics, st.booleans(), st.none(), sizes, st.booleans()),
+    max_size=12,
+    unique_by=lambda each: each.step,
+)
+
+
+@given(sized, st.integers(1, 80), st.none() | simple)
+def test_keep_within_fits_if_possible_and_no_suspect_step_pushes_a_good_one_out(
+    there: list[Taken], limit: int, among: KeepLatest | None
+) -> None:
+    policy = KeepWithin(limit, among)
+    kept = {each.step for each in there if each.step in choose_kept(policy, there, NOW) or each.pinned}
+
+    def nbytes(steps: set[int]) -> int:
+        return sum({name: size for each in there if each.step in steps for name, size in each.sizes.items()}.values())
+
+    good = {each.step for each in there if not each.suspect}
+    must = {each.step for each in there if each.pinned} | set(sorted(good)[-1:])
+    assert must <= kept
+    assert nbytes(kept) <= limit or kept == must
+    wanted = choose_kept(among, there, NOW)
+    assert kept <= must | wanted.keys()
+    for step in (good & wanted.keys()) - kept:  # with all newer ones, it would not have fitted
+        assert nbytes(must | {each for each in good & wanted.keys() if each >= step}) > limit
+        assert not kept & (good - must) or step < min(kept & (good - must))  # the oldest go first
+    without = choose_kept(policy, [each for each in there if not each.suspect or each.pinned], NOW)
+    assert good & without.keys() == good & choose_kept(policy, there, NOW).keys()
+
+
+def test_keep_within_and_keep_spread_have_a_description() -> None:
+    assert str(KeepWithin("2TiB", KeepLatest(20) | KeepBest("loss", 3))) == "within 2TiB of latest 20 | best 3 by loss"
+    assert str(KeepWithin(3 << 20) | KeepSpread()) == "within 3.0 MiB | spread"
+
+
+def test_checked_policy_without_sizes_refuses_keep_within() -> None:
+    for policy in (KeepWithin(1), KeepLatest(1) | KeepWithin(1, 2)):
+        with pytest.raises(ValueError, match="without KeepWithin"):
+            checked_policy(policy, metrics=False)
+    with pytest.raises(ValueError, match="without KeepBest"):
+        checked_policy(KeepWithin(1, KeepBest("loss")), metrics=False)
+
+
+def test_choose_kept_keeps_until_the_lifetime_is_over_and_then_no_longer() -> None:
+    there = [Taken(1, expires=NOW + 1), Taken(2, expires=NOW), Taken(3), Taken(4), Taken(5, expires=NOW - 1)]
+    kept = choose_kept(KeepLatest(3), there, NOW)
+    assert {step: why[-1] for step, why in kept.items()} == {1: "latest 3", 3: "latest 3", 4: "latest 3", 5: "newest"}
+    assert choose_kept(None, there, NOW).keys() == {1, 3, 4, 5}
+    assert choose_kept(KeepEvery(7), there, NOW).keys() == {1, 5}
+    assert KeepWithin(1).keep([Taken(1, expires=NOW + 1, sizes={"a": 9}), Taken(2)], NOW) == {1, 2}
 
 
 def test_policy_union_is_flat_and_has_a_description() -> None:

@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from snapshot import CorruptSnapshotError, Snapshot, SnapshotExistsError, SnapshotManager, StateDict
+from snapshot import (
+    CorruptSnapshotError,
+    KeepLatest,
+    KeepSpread,
+    KeepWithin,
+    Snapshot,
+    SnapshotExistsError,
+    SnapshotManager,
+    StateDict,
+)
 from snapshot.save.transaction import read_beginning
 from tests.helpers.arguments import for_take
 from tests.helpers.storage_calls import PATIENT, use
@@ -58,6 +67,27 @@ def test_s3_request_counts_equal_those_in_performance_md(moto, proxy):
     assert count("steps(), 10 steps", lambda: manager().steps()) == list(range(10))
     assert count("restore_latest, 10 steps", lambda: manager().restore_latest(state)) == 9
     assert found == documented()
+
+
+def test_s3_manager_looks_for_the_pins_of_kept_steps_only_if_the_policy_needs_sizes(moto, proxy):
+    options = {"key": moto.key, "secret": moto.secret, "endpoint_url": proxy.url, **PATIENT}
+    options |= {"client_kwargs": {"region_name": moto.region}}
+    bucket, state = moto.bucket(), {"s": StateDict(x=torch.ones(100))}
+    found = {}
+    for keep in (KeepLatest(3), KeepLatest(3) | KeepSpread(), KeepWithin("1GB", 3)):
+        root = f"s3://{bucket}/{len(found)}"
+        with SnapshotManager(root, keep=keep, storage_options=options, signals=()) as run:
+            for step in range(3):
+                run.take(step, state)
+        before = len(proxy.requests)
+        with SnapshotManager(root, keep=keep, storage_options=options, signals=()) as run:
+            run.take(3, state)
+        sent = [f"{each.method} {each.path}" for each in proxy.requests[before:]]
+        found[str(keep)] = sum(each.startswith("HEAD") and each.endswith("/.pinned") for each in sent)
+        assert run.steps() == ([0, 1, 2, 3] if "spread" in str(keep) else [1, 2, 3])
+    alone, spread, within = found.values()
+    assert spread <= 1  # of the step that is taken: none goes
+    assert alone < within <= alone + 4
 
 
 @pytest.mark.parametrize("engine", ["s3fs", None])

@@ -14,6 +14,7 @@ from snapshot import (
     KeepEvery,
     KeepFor,
     KeepLatest,
+    KeepWithin,
     Snapshot,
     SnapshotError,
     StateDict,
@@ -226,7 +227,7 @@ def test_publish_and_pull_keep_that_fails_deletes_nothing(tmp_path, caplog):
 @pytest.mark.parametrize("kind", [Publisher, partial(Subscriber, folder="local")])
 def test_publish_and_pull_refuse_an_invalid_keep(tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
-    for keep, error in (("2", TypeError), (0, ValueError), (KeepBest("loss"), ValueError)):
+    for keep, error in (("2", TypeError), (0, ValueError), (KeepBest("loss"), ValueError), (KeepWithin(1), ValueError)):
         with pytest.raises(error, match="keep must be"):
             kind(tmp_path / "store", keep=keep)
 

@@ -8,7 +8,16 @@ import threading
 import pytest
 import torch
 
-from snapshot import KeepLatest, RestoreOptions, Snapshot, SnapshotExistsError, SnapshotManager, TakeOptions, Tolerate
+from snapshot import (
+    KeepLatest,
+    KeepWithin,
+    RestoreOptions,
+    Snapshot,
+    SnapshotExistsError,
+    SnapshotManager,
+    TakeOptions,
+    Tolerate,
+)
 from snapshot.errors import SnapshotError, StorageError
 from snapshot.manager.policies import Policy
 from snapshot.storages.file.file_storage import FileStorage
@@ -88,6 +97,44 @@ def test_keep_near_removes_steps_when_newer_ones_exist(tmp_path, hosts):
     far = {path.name for path in (tmp_path / "far").glob("step-*")}
     assert near == {"step-70", "step-80"}
     assert far == {"step-60", "step-80"}
+
+
+def held(folder):
+    """The bytes of all files of steps in a folder."""
+    return sum(path.stat().st_size for path in folder.glob("step-*/**/*") if path.is_file())
+
+
+def test_keep_near_within_a_limit_keeps_what_fits_in_the_folder(tmp_path, hosts, caplog):
+    one = 2 * 4 * 50_000
+    limit = int(3.5 * one)
+    options = {"keep_near": KeepWithin(limit, 5), "keep": KeepWithin(int(2.5 * one)), "upload": 1}
+    with manager_of(tmp_path / "far", hosts("a"), **options) as manager:
+        for step in range(10, 90, 10):
+            manager.take(step, state(step, 50_000))
+            until(lambda step=step: manager.where(step)["far"] == "whole")
+    [near] = runs_in(hosts("a"))
+    assert {path.name for path in near.glob("step-*")} == {"step-60", "step-70", "step-80"}
+    assert held(near) <= limit
+    assert {path.name for path in (tmp_path / "far").glob("step-*")} == {"step-70", "step-80"}
+    with manager_of(tmp_path / "far", hosts("a"), keep_near=KeepWithin(one // 2), upload=1) as manager:
+        for step in (90, 100, 110):
+            manager.take(step, state(step, 50_000))
+            until(lambda step=step: manager.where(step)["far"] == "whole")
+    assert {path.name for path in near.glob("step-*")} == {"step-110"}
+    assert (
+        len([each for each in caplog.records if str(near) in each.getMessage() and "limit" in each.getMessage()]) == 1
+    )
+
+
+@pytest.mark.parametrize("keep", [None, KeepLatest(1)])
+def test_lifetime_of_a_near_take_ends_near_and_far(tmp_path, hosts, keep):
+    with manager_of(tmp_path / "far", hosts("a"), keep_near=keep, keep=keep, upload=1) as manager:
+        for step in (10, 20, 30, 40, 50):
+            manager.take(step, state(step), lifetime={20: 0.001, 30: "7d"}.get(step))
+            until(lambda step=step: manager.where(step)["far"] == "whole")
+    left = {"step-30", "step-50"} if keep else {"step-10", "step-30", "step-40", "step-50"}
+    assert {path.name for path in runs_in(hosts("a"))[0].glob("step-*")} == left
+    assert {path.name for path in (tmp_path / "far").glob("step-*")} == left
 
 
 class KeepIf(Policy):

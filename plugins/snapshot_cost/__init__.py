@@ -1,0 +1,1 @@
+"""What a run costs: its bytes, objects and requests."""
