@@ -24,7 +24,17 @@ with warnings.catch_warnings():
     from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 import snapshot_trainers.lightning as interop
-from snapshot import KeepBest, KeepLatest, RNGState, Snapshot, SnapshotError, SnapshotManager, StateDict, TakeOptions
+from snapshot import (
+    KeepBest,
+    KeepLatest,
+    KeepWithin,
+    RNGState,
+    Snapshot,
+    SnapshotError,
+    SnapshotManager,
+    StateDict,
+    TakeOptions,
+)
 from snapshot.errors import CancelledError, MissingExtraError, UnsafeObjectError
 from snapshot_trainers.lightning import SnapshotCallback, SnapshotCheckpointIO
 from tests.helpers.forked_ranks import die_at, fork_ranks, kill_fork, kill_ranks
@@ -567,6 +577,25 @@ def test_lightning_callback_keep_counts_snapshots_of_resumed_runs(tmp_path, monk
         assert steps_in(folder) == [f"step-{steps - 1}", f"step-{steps}"]
     kept_two(folder, 10, "run/step-8")  # the same folder, in other words; and the step after it is saved again
     assert steps_in(folder) == ["step-10", "step-9"]
+
+
+@pytest.mark.parametrize("among", [None, KeepLatest(9) | KeepBest("score", mode="max")])
+def test_lightning_callback_keep_within_keeps_what_fits(tmp_path, among):
+    class Rated(example.Model):
+        def training_step(self, batch, index=None):
+            loss = super().training_step(batch)
+            self.log("score", 1.0)
+            return loss
+
+    options = TakeOptions(durable=False)
+    first = SnapshotCallback(tmp_path, every_n_steps=1, keep=None, options=options)
+    fitted(1, [first], [SnapshotCheckpointIO()], model=Rated)
+    one = sum(each.stat().st_size for each in tmp_path.rglob("*") if each.is_file())
+    keep = KeepWithin(int(2.5 * one), among)
+    callback = SnapshotCallback(tmp_path, every_n_steps=1, keep=keep, options=options)
+    fitted(6, [callback], [SnapshotCheckpointIO()], str(tmp_path / "step-1"), model=Rated)
+    assert steps_in(tmp_path) == ["step-5", "step-6"]
+    assert ("score" in SnapshotManager(tmp_path, signals=()).metrics(6)) == (among is not None)
 
 
 def test_lightning_callback_keep_policy_keeps_best_and_pinned_snapshots(tmp_path):
