@@ -52,8 +52,7 @@ CASES = [(None, "whole"), (11, "whole"), (10.99, "parameters"), (10 * SHARE + 1.
 CASES += [(10 * SHARE + 0.9, "none"), (0.5, "none"), (-3, "none")]
 
 
-@pytest.mark.parametrize("verb", ["take", "async_take"])
-@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize(("verb", "joined"), [("take", False), ("async_take", True)])
 @pytest.mark.parametrize(("seconds", "saved"), CASES)
 def test_take_saves_what_fits_before_the_deadline(seconds, saved, joined, verb, tmp_path, left, told, caplog):
     caplog.set_level(logging.INFO)
