@@ -47,7 +47,8 @@ class Event:
     sent in its own process: `uploaded`, `replicated`, `dropped`, `damaged` and `healed`. With `on_error="warn"`, a
     manager sends `tolerated`, with the number of `failures`. It sends `overdue` if `every` has passed twice without a
     commit, with the `step` and a `text`. It sends `stalled` for uploads that do not advance, with their `steps` and the
-    `error` that the uploader had.
+    `error` that the uploader had. With `exports`, it sends `exported`, and `export_failed` with the `error`, the number
+    of the `attempt`, and `gives_up`.
 
     A take sends `guard` for each finding of a guard, with its name as `guard`, and a `text`. It sends `guard_failed` if
     a guard cannot examine a state.
@@ -104,6 +105,7 @@ def emit(name: str, verb: str, path: str, **fields: Any) -> None:
         "copied",
         "compared",
         "signed",
+        "exported",
     ):
         log.info("%s %s: %s", verb, path, ", ".join(f"{key} {value}" for key, value in fields.items()))
     for handler in (*_installed(), *_handlers):
@@ -167,6 +169,7 @@ ENDINGS = frozenset(
         "merged",
         "copied",
         "compared",
+        "exported",
         "uploaded",
         "pulled",
         "signed",
@@ -186,6 +189,7 @@ INCIDENTS = frozenset(
         "rotten",
         "pruned",
         "replaced",
+        "export_failed",
     )
 )
 Labels = tuple[tuple[str, str], ...]

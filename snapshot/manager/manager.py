@@ -22,6 +22,7 @@ from snapshot.io.session import Key
 from snapshot.io.url import URL
 from snapshot.loading.restore_options import RESTORE_OPTIONS, RestoreOptions
 from snapshot.manager.agreement import Channels, StepBegin, agree_on, may_be_committed
+from snapshot.manager.exports import StepExport, checked_exports
 from snapshot.manager.policies import KeepBest, Policy, checked_policy, split_policy
 from snapshot.manager.restore_latest import Fallback
 from snapshot.manager.retention import CLEANER
@@ -79,6 +80,8 @@ class SnapshotManager:
         take_options: Options of all takes: `TakeOptions(replicated=[...], durable=False)`. A value that is wrong
             everywhere is an error here; one that a machine lacks, such as a key file, when a take begins.
         restore_options: Options of `restore_latest`, such as `RestoreOptions(strict=False)`.
+        exports: What is made of committed steps in the background, such as
+            `[snapshot_export.KeptExport(map=..., when=KeepBest("loss"))]`. See docs/guides/manager.md.
 
     >>> from snapshot import KeepLatest, StateDict
     >>> progress = StateDict(step=0)
@@ -109,6 +112,7 @@ class SnapshotManager:
         timeout: float | None = None,
         take_options: TakeOptions | None = None,
         restore_options: RestoreOptions | None = None,
+        exports: Sequence[StepExport] = (),
     ) -> None:
         self.take_options = TAKE_OPTIONS if take_options is None else take_options
         """Options of all takes, unless a call has others: `replace(manager.take_options, read_back=True)`."""
@@ -126,10 +130,12 @@ class SnapshotManager:
         self._tolerance = Tolerance(checked_tolerance(on_error))
         self._on_exception = on_exception
         self._timeout = checked_timeout(timeout)
+        exported = checked_exports(exports, near)
         self._measured = Measured()
         self._pendings = PendingTakes()
         given = RunOptions(Root(self._url, storage_options), self._keep, self._pendings, pg, allow_pickle)
         self._steps: Steps = PlainSteps(given) if near is None else find_kind("near").open_steps(near, given)
+        self._steps.exporters.open(exported, self._steps.root, self._steps.cleaner)
         self._channels = Channels(pg, timeout)
         self._stopping = False
         self._report: RestoreReport | None = None
@@ -360,6 +366,7 @@ class SnapshotManager:
         if step is not None:
             self._cadence.began(step)
             self._measured.restore = time.monotonic() - began
+            self._steps.exporters.committed(step, leads=ranks_of(self._pg).rank == 0)
         return step
 
     @property
@@ -518,14 +525,19 @@ class SnapshotManager:
     # Close
 
     def close(self) -> None:
-        """Wait for running takes and removals, and restore the signal handlers. Failures are logged.
+        """Wait for running takes, exports and removals, and restore the signal handlers. Failures are logged.
 
-        If a signal arrives in the meantime, `should_stop` returns True afterwards.
+        Exports are not waited for if `should_stop` has returned True. If a signal arrives in the meantime,
+        `should_stop` returns True afterwards.
         """
+        self._close(patient=not self._stopping)
+
+    def _close(self, *, patient: bool) -> None:
         if self._pid != os.getpid():
             return
         try:
             self._pendings.close()
+            self._steps.exporters.close(patient=patient)
             self._steps.close()
         finally:
             self._signals.close()
@@ -539,7 +551,7 @@ class SnapshotManager:
             if error is not None and self._on_exception is not None:
                 save_after(error, self._on_exception, self.take)
         finally:
-            self.close()
+            self._close(patient=error is None and not self._stopping)
 
     def _exchange(self, verb: str, timeout: float | None) -> Exchange:
         chosen = timeout if timeout is not None else self._timeout

@@ -18,6 +18,7 @@ from snapshot.errors import SnapshotError, StorageError
 from snapshot.events import log
 from snapshot.io.loop import run
 from snapshot.io.url import URL
+from snapshot.manager.exports import Exporters
 from snapshot.manager.policies import KeepLatest, Policy, split_policy
 from snapshot.manager.restore_latest import Candidates
 from snapshot.manager.retention import Cleaner, Inspect
@@ -97,14 +98,16 @@ class Steps(ABC):
         self._keep = given.keep
         self._pendings = given.pendings
         self._leads = True
+        self.exporters = Exporters()
         self.cleaner: Cleaner | None = None
         if given.keep is not None:
             self.cleaner = Cleaner(given.root, given.keep, self.is_spared, lambda: set(self.damaged), inspect)
 
     def is_spared(self, step: int, save_id: str) -> bool:
-        """Return True if the step is being taken or restored, or a running take is based on the snapshot there."""
+        """Return True for a step that is taken, restored or exported, or that a running take is based on."""
         pendings = self._pendings
-        return step in self.using or pendings.running(step) or pendings.needs(save_id)
+        needed = pendings.needs(save_id) or self.exporters.need(step)
+        return step in self.using or pendings.running(step) or needed
 
     # Take
 
@@ -142,6 +145,7 @@ class Steps(ABC):
             began: The monotonic time when it began.
             base: Save id of the snapshot that it relies on.
         """
+        self.exporters.committed(begun.step, leads=self._leads)
         if begun.options.durable and self._leads and self.cleaner is not None:
             self.cleaner.committed(begun.step, began, base)
 
