@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -139,4 +140,5 @@ def main() -> None:
         told: dict[str, Any] = {"tensors": made.tensors, "bytes": made.nbytes}
     except Exception as error:  # noqa: BLE001 - the parent reports it
         told = {"error": f"{type(error).__name__}: {error}"}
-    os.write(answer, json.dumps(told).encode())
+    with suppress(BrokenPipeError):  # the parent has just ended
+        os.write(answer, json.dumps(told).encode())

@@ -99,7 +99,7 @@ class KeptExport:
 
     def open(self, root: Root, released: Callable[[], None]) -> Exporter:
         """Return what runs for a manager. Raise ValueError if other processes cannot read the root."""
-        if root.url.scheme == "memory":
+        if root.url.scheme.endswith("memory"):
             raise ValueError(f"exports must be empty for {root.url}, which other processes cannot read")
         return Exporter(self, root, released)
 
@@ -136,7 +136,10 @@ class Exporter:
         if self._thread is None and not is_exiting():
             # the name tells the manager that a policy may call it
             self._thread = threading.Thread(target=self._work, name=CLEANER, daemon=True)
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # there are too many, or the interpreter exits
+                self._thread = None
 
     def needs(self, step: int) -> bool:
         with self._change:
@@ -175,7 +178,8 @@ class Exporter:
                     self._thread = None
                     self._change.notify_all()
                     return
-            self._decide()
+            if self._looks:
+                self._decide()
             # the newest one first: there may be no next manager
             failed = bool(self._wanted) and not self._export_step(max(self._wanted))
 
@@ -192,12 +196,8 @@ class Exporter:
         with self._change:
             self._undecided -= asked
             self._wanted = {step: each for step, each in wanted.items() if self._failures.get((step, each), 0) < TRIES}
-        self._release()
-
-    def _release(self) -> None:
-        """Let the manager remove what it had to spare. If an export still needs a step, it is spared again."""
-        if self._held:
-            self._held = False
+            held, self._held = self._held, False
+        if held:  # what is still needed is spared again
             self._released()
 
     def _look(self) -> dict[int, str]:
@@ -230,23 +230,15 @@ class Exporter:
             made = {"error": str(error)}
         with self._change:
             self._process = self._running = None
-            tries = self._failures.get((step, save_id), 0) + 1
-            if ("error" not in made or tries == TRIES) and self._wanted.get(step) == save_id:
-                del self._wanted[step]
         if "error" not in made:
             emit("exported", "export", where, step=step, **made, seconds=round(time.monotonic() - began, 3))
-        elif not self._ended and self._is_there(step):
-            self._failures[step, save_id] = tries
+        self._decide()
+        if "error" in made and not self._ended and self._wanted.get(step) == save_id:  # else it was removed meanwhile
+            tries = self._failures[step, save_id] = self._failures.get((step, save_id), 0) + 1
             fault = SnapshotError(f"{where}: {made['error']}")
             log.warning("%s (failure %d of %d)", fault, tries, TRIES)
             emit("export_failed", "export", where, step=step, error=fault, attempt=tries, gives_up=tries == TRIES)
-        self._release()
         return "error" not in made
-
-    def _is_there(self, step: int) -> bool:
-        with suppress(SnapshotError):
-            return run(self._root.token(step)) is not None
-        return True
 
     def _run(self, step: int, save_id: str) -> dict[str, Any]:
         """Return what a process has made, or its error. Decide about steps that are committed meanwhile."""

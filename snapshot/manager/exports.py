@@ -1,11 +1,10 @@
-"""What a manager lets make something of committed steps, in the background: its argument `exports`, and its contract."""
+"""The argument `exports` of a manager: what is made of committed steps in the background, by a plugin."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from snapshot.manager.retention import Cleaner
 from snapshot.manager.root import Root
 
 
@@ -47,26 +46,3 @@ def checked_exports(exports: Any, near: Any) -> tuple[StepExport, ...]:
     if len({*names}) < len(names):
         raise ValueError(f"exports must have different names, got {', '.join(names)}")
     return tuple(exports)
-
-
-class Exporters:
-    """The exporters of a manager."""
-
-    def __init__(self) -> None:
-        self._all: list[StepExporter] = []
-
-    def open(self, exports: Sequence[StepExport], root: Root, cleaner: Cleaner | None) -> None:
-        self._all = [each.open(root, cleaner.look_again if cleaner else list) for each in exports]
-        if cleaner is not None:
-            cleaner.removed = lambda steps: [each.removed(steps) for each in self._all]
-
-    def committed(self, step: int, *, leads: bool) -> None:
-        for each in self._all if leads else ():
-            each.committed(step)
-
-    def need(self, step: int) -> bool:
-        return any(each.needs(step) for each in self._all)
-
-    def close(self, *, patient: bool) -> None:
-        for each in self._all:
-            each.close(patient=patient)

@@ -135,7 +135,7 @@ class SnapshotManager:
         self._pendings = PendingTakes()
         given = RunOptions(Root(self._url, storage_options), self._keep, self._pendings, pg, allow_pickle)
         self._steps: Steps = PlainSteps(given) if near is None else find_kind("near").open_steps(near, given)
-        self._steps.exporters.open(exported, self._steps.root, self._steps.cleaner)
+        self._steps.open_exports(exported)
         self._channels = Channels(pg, timeout)
         self._stopping = False
         self._report: RestoreReport | None = None
@@ -366,7 +366,7 @@ class SnapshotManager:
         if step is not None:
             self._cadence.began(step)
             self._measured.restore = time.monotonic() - began
-            self._steps.exporters.committed(step, leads=ranks_of(self._pg).rank == 0)
+            self._steps.export(step, leads=ranks_of(self._pg).rank == 0)
         return step
 
     @property
@@ -537,7 +537,8 @@ class SnapshotManager:
             return
         try:
             self._pendings.close()
-            self._steps.exporters.close(patient=patient)
+            for each in self._steps.exporters:
+                each.close(patient=patient)
             self._steps.close()
         finally:
             self._signals.close()

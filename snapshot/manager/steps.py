@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -18,7 +18,7 @@ from snapshot.errors import SnapshotError, StorageError
 from snapshot.events import log
 from snapshot.io.loop import run
 from snapshot.io.url import URL
-from snapshot.manager.exports import Exporters
+from snapshot.manager.exports import StepExport, StepExporter
 from snapshot.manager.policies import KeepLatest, Policy, split_policy
 from snapshot.manager.restore_latest import Candidates
 from snapshot.manager.retention import Cleaner, Inspect
@@ -98,7 +98,7 @@ class Steps(ABC):
         self._keep = given.keep
         self._pendings = given.pendings
         self._leads = True
-        self.exporters = Exporters()
+        self.exporters: list[StepExporter] = []
         self.cleaner: Cleaner | None = None
         if given.keep is not None:
             self.cleaner = Cleaner(given.root, given.keep, self.is_spared, lambda: set(self.damaged), inspect)
@@ -106,7 +106,7 @@ class Steps(ABC):
     def is_spared(self, step: int, save_id: str) -> bool:
         """Return True for a step that is taken, restored or exported, or that a running take is based on."""
         pendings = self._pendings
-        needed = pendings.needs(save_id) or self.exporters.need(step)
+        needed = pendings.needs(save_id) or any(each.needs(step) for each in self.exporters)
         return step in self.using or pendings.running(step) or needed
 
     # Take
@@ -145,9 +145,20 @@ class Steps(ABC):
             began: The monotonic time when it began.
             base: Save id of the snapshot that it relies on.
         """
-        self.exporters.committed(begun.step, leads=self._leads)
+        self.export(begun.step, leads=self._leads)
         if begun.options.durable and self._leads and self.cleaner is not None:
             self.cleaner.committed(begun.step, began, base)
+
+    def open_exports(self, exports: Sequence[StepExport]) -> None:
+        released: Callable[[], object] = list if self.cleaner is None else self.cleaner.look_again
+        self.exporters = [each.open(self.root, released) for each in exports]
+        if self.cleaner is not None:
+            self.cleaner.removed = lambda steps: [each.removed(steps) for each in self.exporters]
+
+    def export(self, step: int, *, leads: bool) -> None:
+        """Let the exports of rank 0 look at the steps, of which one was committed or restored. Return at once."""
+        for each in self.exporters if leads else ():
+            each.committed(step)
 
     @abstractmethod
     def flush(self) -> None:
