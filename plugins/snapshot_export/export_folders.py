@@ -6,14 +6,14 @@ also gets its name when it is complete. An object store has no such step.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import pickle
 import re
 import shutil
+import signal
 import sys
-import threading
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from snapshot.errors import SnapshotExistsError, StorageNotFoundError
+from snapshot.errors import SnapshotError, SnapshotExistsError, StorageNotFoundError
 from snapshot.io.aio import gather_limited
 from snapshot.io.loop import run
 from snapshot.io.system import lower_priority, sync_folder
@@ -31,9 +31,10 @@ from snapshot.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from snapshot.reports import ConvertReport
-    from snapshot_export.kept_export import KeptExport
+    from snapshot.transform.target import Target
 
 MADE_OF = ".exported"
+PR_SET_PDEATHSIG = 1
 LOWEST, IDLE = 19, 3 << 13
 """The nice value, and the class of a process whose disk access must wait for that of others, for `ioprio_set`."""
 
@@ -77,8 +78,11 @@ class ExportFolders:
         records = await gather_limited(steps, read)
         return {step: each for step, each in zip(steps, records, strict=True) if each is not None}
 
-    def export(self, export: KeptExport, step: int, save_id: str) -> ConvertReport:
-        """Export a step. Raise SnapshotExistsError if another folder has the name."""
+    def export(self, target: Target, given: Mapping[str, Any], step: int, save_id: str) -> ConvertReport:
+        """Export a step to its folder, not to the target's. Raise SnapshotExistsError if another one has the name.
+
+        `given`: arguments of `Snapshot.convert`.
+        """
         path = self.path(step)
         if run(self.read(step)) is None and run(self.list(f"{path}/")):
             raise SnapshotExistsError(f"{self.root.url.join(path)}: exists already, and is no export of a manager")
@@ -86,10 +90,11 @@ class ExportFolders:
         run(self.write(where, ""))
         options = self.root.options
         source = Snapshot(self.root.step_url(step).reveal(), storage_options=options)
-        target = replace(export.target(self.root.url.join(where).reveal()), storage_options=options)
-        made = source.convert(target, select=export.select, map=export.map, dtype=export.dtype)
+        made = source.convert(replace(target, url=self.root.url.join(where).reveal(), storage_options=options), **given)
         run(self.write(where, save_id))
         if self.folder:
+            if not all(os.path.exists(f"{self.folder}/{where}/{name}") for name in made.files):
+                raise SnapshotError(f"{self.root.url.join(where)}: was removed meanwhile")  # by another manager
             os.rename(f"{self.folder}/{where}", f"{self.folder}/{path}")
             sync_folder(self.folder)
         return made
@@ -127,16 +132,12 @@ def main() -> None:
     os.dup2(2, 1)  # what event handlers print
     lower_priority(LOWEST, IDLE)
     torch.set_num_threads(1)
-    export, root, options, step, save_id, parent = pickle.load(sys.stdin.buffer)  # noqa: S301 - the parent's own
-
-    def end_with_parent() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)  # the next manager removes what was written
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    name, root, options, job, parent = pickle.load(sys.stdin.buffer)  # noqa: S301 - the parent's own
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the next manager removes what was written
+    if os.getppid() != parent:
+        os._exit(1)
     try:
-        made = ExportFolders(Root(URL.parse(root), options), export.name).export(export, step, save_id)
+        made = ExportFolders(Root(URL.parse(root), options), name).export(*job)
         told: dict[str, Any] = {"tensors": made.tensors, "bytes": made.nbytes}
     except Exception as error:  # noqa: BLE001 - the parent reports it
         told = {"error": f"{type(error).__name__}: {error}"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import re
@@ -12,13 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import snapshot
+from snapshot.decoding import decode_json
 from snapshot.distributed.group import ranks_of
 from snapshot.errors import SnapshotError
 from snapshot.events import emit, log
@@ -72,7 +72,7 @@ class KeptExport:
     files: GivenFiles = None
 
     def __post_init__(self) -> None:
-        self.target("step")
+        self.target()
         written = find_writer(self.to)
         if written.one_file or written.needs_options or not written.plan:
             raise ValueError(f"to must be a format that is a folder, such as 'safetensors', got {self.to!r}")
@@ -93,9 +93,9 @@ class KeptExport:
         if ranks_of(None).rank == 0:  # others may lack the folder
             ExtraFiles(self.files)
 
-    def target(self, url: str) -> Target:
-        """Return a destination. What is there is of an export that was killed."""
-        return Target(url, self.to, overwrite=True, files=self.files)
+    def target(self) -> Target:
+        """Return the destination, in any folder. What is there is of an export that was killed."""
+        return Target("step", self.to, overwrite=True, files=self.files)
 
     def open(self, root: Root, released: Callable[[], None]) -> Exporter:
         """Return what runs for a manager. Raise ValueError if other processes cannot read the root."""
@@ -156,16 +156,19 @@ class Exporter:
 
     def close(self, *, patient: bool) -> None:
         with self._change:
-            self._closing = True
-            if self._undecided or self._wanted:
-                self._look_soon()
-            if self._change.wait_for(lambda: self._thread is None, PATIENCE if patient and not is_exiting() else 0):
-                return
-            left = ", ".join(f"step-{step}" for step in sorted({*self._wanted, *self._undecided}))
-            log.warning("%s: exports are left to the next manager: %s", self._root.url, left)
-            self._ended = True
+            self._closing, self._ended = True, not patient or is_exiting()
+            if not self._ended:
+                if self._undecided or self._wanted:
+                    self._look_soon()
+                if self._change.wait_for(lambda: self._thread is None, PATIENCE):
+                    return
+                self._ended = True
+            if left := {*self._wanted, *self._undecided}:
+                names = ", ".join(f"step-{step}" for step in sorted(left))
+                log.warning("%s: exports are left to the next manager: %s", self._root.url, names)
             if self._process is not None:
                 self._process.kill()
+            self._change.notify_all()
             self._change.wait_for(lambda: self._thread is None, ENDS)
 
     def _work(self) -> None:
@@ -242,22 +245,25 @@ class Exporter:
 
     def _run(self, step: int, save_id: str) -> dict[str, Any]:
         """Return what a process has made, or its error. Decide about steps that are committed meanwhile."""
-        told = replace(self._export, when=None), self._root.url.reveal(), self._root.options, step, save_id, os.getpid()
-        job: bytes | None = pickle.dumps(told)
+        export, root = self._export, self._root
+        given = {"select": export.select, "map": export.map, "dtype": export.dtype}
+        work = export.target(), given, step, save_id
+        job: bytes | None = pickle.dumps((export.name, root.url.reveal(), root.options, work, os.getpid()))
         trees = dict.fromkeys(str(Path(file).parents[1]) for file in (snapshot.__file__, __file__))
         path = os.pathsep.join([*trees, *filter(None, [os.environ.get("PYTHONPATH")])])
+        process = subprocess.Popen(  # noqa: S603 - this very interpreter
+            [sys.executable, "-P", "-c", BOOT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the training
+            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        )
         with self._change:
-            process = self._process = subprocess.Popen(  # noqa: S603 - this very interpreter
-                [sys.executable, "-P", "-c", BOOT],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is for the training
-                env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-            )
+            self._process = process
         while True:
             with suppress(subprocess.TimeoutExpired):
                 answer, _ = process.communicate(job, POLL)
-                made: dict[str, Any] = json.loads(answer or "{}")
+                made: dict[str, Any] = decode_json(answer or b"{}", dict[str, Any], "the answer of an export")
                 return made or {"error": f"its process ended with {process.returncode}"}
             job = None
             if self._ended:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from snapshot.manager.root import Root
 
@@ -34,15 +34,3 @@ class StepExport(Protocol):
     def open(self, root: Root, released: Callable[[], object]) -> StepExporter:
         """Return what runs. It calls `released` when it needs a step no more."""
         ...
-
-
-def checked_exports(exports: Any, near: Any) -> tuple[StepExport, ...]:
-    """Return the exports; raise TypeError or ValueError if invalid."""
-    if not isinstance(exports, (list, tuple)) or not all(hasattr(each, "open") for each in exports):
-        raise TypeError(f"exports must be a list such as [KeptExport(...)], got {exports!r}")
-    if exports and near is not None:
-        raise ValueError("exports must be empty with `near`, since no host may have a whole step; use `convert`")
-    names = [each.name for each in exports]
-    if len({*names}) < len(names):
-        raise ValueError(f"exports must have different names, got {', '.join(names)}")
-    return tuple(exports)

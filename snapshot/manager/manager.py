@@ -22,7 +22,6 @@ from snapshot.io.session import Key
 from snapshot.io.url import URL
 from snapshot.loading.restore_options import RESTORE_OPTIONS, RestoreOptions
 from snapshot.manager.agreement import Channels, StepBegin, agree_on, may_be_committed
-from snapshot.manager.exports import StepExport, checked_exports
 from snapshot.manager.policies import KeepBest, Policy, checked_policy, split_policy
 from snapshot.manager.restore_latest import Fallback
 from snapshot.manager.retention import CLEANER
@@ -35,6 +34,7 @@ from snapshot.manager.takes import (
     OnException,
     PendingTakes,
     Tolerance,
+    checked_exports,
     checked_root,
     checked_signals,
     checked_timeout,
@@ -54,6 +54,8 @@ from snapshot.text import Duration
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from snapshot.manager.exports import StepExport
 
 
 class SnapshotManager:

@@ -18,7 +18,6 @@ from snapshot.errors import SnapshotError, StorageError
 from snapshot.events import log
 from snapshot.io.loop import run
 from snapshot.io.url import URL
-from snapshot.manager.exports import StepExport, StepExporter
 from snapshot.manager.policies import KeepLatest, Policy, split_policy
 from snapshot.manager.restore_latest import Candidates
 from snapshot.manager.retention import Cleaner, Inspect
@@ -34,6 +33,8 @@ from snapshot.snapshot import PendingSnapshot, Snapshot
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from snapshot.manager.exports import StepExport, StepExporter
 
 
 class TakePlace(NamedTuple):

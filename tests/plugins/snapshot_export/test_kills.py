@@ -10,10 +10,11 @@ from tests.helpers.trees import ROOT
 pytestmark = [pytest.mark.slow, pytest.mark.deadly]
 KILLED = """
 import os, shutil, signal, sys, traceback
+from dataclasses import replace
 from pathlib import Path
 import torch
 from safetensors.torch import load_file
-from snapshot import Snapshot, StateDict, Target
+from snapshot import Snapshot, StateDict
 from snapshot.io.url import URL
 from snapshot.manager.root import Root
 from snapshot_export import KeptExport
@@ -22,10 +23,6 @@ from snapshot_export.export_folders import MADE_OF, ExportFolders
 scheme, folder = sys.argv[1], Path(sys.argv[2])
 made, record = folder / "step-1-hf", folder / "step-1-hf" / MADE_OF
 WATCHED = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link", "os.listdir", "os.scandir")
-
-class Sharded(KeptExport):
-    def target(self, url):
-        return Target(url, self.to, overwrite=True, files=self.files, shard_bytes=600)
 
 def call(work, number=0):
     '''Call in a fork, and kill it before its call of the system with a number. Return how it ended.'''
@@ -59,18 +56,17 @@ def is_complete():
     return True
 
 def exports():
-    export = (Sharded if several else KeptExport)(name="hf", select=["model/**"], files={"config.json": b"{}"})
-    return ExportFolders(Root(URL.parse(f"{scheme}://{folder}"), None), "hf"), export
+    return ExportFolders(Root(URL.parse(f"{scheme}://{folder}"), None), "hf")
 
 def export():
-    folders, chosen = exports()
-    folders.export(chosen, 1, "the save id")
+    target = replace(KeptExport(files={"config.json": b"{}"}).target(), shard_bytes=600 if several else 1 << 30)
+    exports().export(target, {"select": ["model/**"]}, 1, "the save id")
 
 def clean():
-    exports()[0].remove_leftovers()
+    exports().remove_leftovers()
 
 def remove():
-    exports()[0].remove(1)
+    exports().remove(1)
 
 state = {f"w{number}": torch.full((64,), float(number)) for number in range(4)}
 take = lambda: Snapshot.take(folder / "step-1", {"model": StateDict(state), "more": StateDict(x=torch.ones(9))})
