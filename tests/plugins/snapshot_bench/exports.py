@@ -51,7 +51,7 @@ def compare(where: Workspace, scale: float, rounds: int) -> Iterator[str]:
         return time.perf_counter() - began
 
     def beside(way: str, is_done: Callable[[], bool], counts: bool) -> None:
-        began, found = time.perf_counter(), []
+        began, found = time.perf_counter(), [train()]
         while not is_done():
             found.append(train())
         if counts:
@@ -70,7 +70,7 @@ def compare(where: Workspace, scale: float, rounds: int) -> Iterator[str]:
         os.sync()
         step, root = next(numbers), folder / f"{way.replace(' ', '-')}"
         if way == "alone":
-            left = iter(range(ALONE))
+            left = iter(range(ALONE - 1))
             beside(way, lambda: next(left, None) is None, counts)
         elif way == "async take":
             with SnapshotManager(root, signals=()) as manager:
