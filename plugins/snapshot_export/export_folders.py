@@ -59,7 +59,9 @@ class ExportFolders:
         """Return the save id of the step that was exported, '' if that is incomplete, or None for anything else."""
         async with self.root.opened() as session:
             try:
-                return (await session.storage.get(f"{self.path(step)}/{MADE_OF}", limit=1 << 10)).decode()
+                return (await session.storage.get(f"{self.path(step)}/{MADE_OF}", limit=1 << 10)).decode(
+                    errors="replace"
+                )
             except StorageNotFoundError:
                 return None
 

@@ -115,3 +115,42 @@ def test_killed_exports_and_removals_are_complete_or_not_there(scheme, tmp_path)
     )
     print(ended.stdout)
     assert ended.returncode == 0, ended.stderr[-4000:]
+
+
+REMOVED = """
+import shutil, sys
+from pathlib import Path
+import torch
+from snapshot import Snapshot, SnapshotError, StateDict
+from snapshot.io.url import URL
+from snapshot.manager.root import Root
+from snapshot_export import KeptExport
+from snapshot_export.export_folders import MADE_OF, ExportFolders
+
+folder = Path(sys.argv[1])
+aside = folder / ".export-step-1-safetensors"
+removals = []
+
+def remove(name, arguments):
+    ends = name == "open" and f"/{MADE_OF}" in str(arguments[0]) and (aside / "model.safetensors").exists()
+    if ends and not removals:
+        removals.append(name)
+        shutil.rmtree(aside)
+
+Snapshot.take(folder / "step-1", {"model": StateDict(weight=torch.ones(9))})
+sys.addaudithook(remove)
+try:
+    ExportFolders(Root(URL.parse(str(folder)), None), "safetensors").export(KeptExport().target(), {}, 1, "the save id")
+except SnapshotError as error:
+    print(error)
+assert removals
+assert not (folder / "step-1-safetensors").exists()
+"""
+
+
+def test_export_whose_folder_is_removed_at_its_end_is_not_published(tmp_path):
+    """As by a manager of a job that was started again, while the process of the first one has not ended yet."""
+    command = [sys.executable, "-c", REMOVED, tmp_path]
+    ended = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=390)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert "was removed meanwhile" in ended.stdout
