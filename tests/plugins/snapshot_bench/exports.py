@@ -76,7 +76,7 @@ def compare(where: Workspace, scale: float, rounds: int) -> Iterator[str]:
             with SnapshotManager(root, signals=()) as manager:
                 beside(way, manager.async_take(step, state).done, counts)
         elif way == "upload":
-            near = Near(folder / "near", grace=0)
+            near = Near(folder / "near", grace=60)
             with SnapshotManager(root, near=near, signals=()) as manager:
                 manager.take(step, state)
                 beside(way, (root / f"step-{step}" / METADATA).exists, counts)
