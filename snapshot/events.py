@@ -47,7 +47,8 @@ class Event:
     sent in its own process: `uploaded`, `replicated`, `dropped`, `damaged` and `healed`. With `on_error="warn"`, a
     manager sends `tolerated`, with the number of `failures`. It sends `overdue` if `every` has passed twice without a
     commit, with the `step` and a `text`. It sends `stalled` for uploads that do not advance, with their `steps` and the
-    `error` that the uploader had.
+    `error` that the uploader had. With `exports`, it sends `exported`, and `export_failed` with the `error`, the number
+    of the `attempt`, and `gives_up`.
 
     A manager that was told to stop sends `stopping`, with the `reason` and the seconds that are `left`, and `preempted`
     for each take after that: what was `saved`, in which `step`, and the seconds that were `left` and `needed`.
@@ -110,6 +111,7 @@ def emit(name: str, verb: str, path: str, **fields: Any) -> None:
         "copied",
         "compared",
         "signed",
+        "exported",
     ):
         log.info("%s %s: %s", verb, path, ", ".join(f"{key} {value}" for key, value in fields.items()))
     for handler in (*_installed(), *_handlers):
@@ -173,6 +175,7 @@ ENDINGS = frozenset(
         "merged",
         "copied",
         "compared",
+        "exported",
         "uploaded",
         "pulled",
         "signed",
@@ -192,6 +195,7 @@ INCIDENTS = frozenset(
         "rotten",
         "pruned",
         "replaced",
+        "export_failed",
     )
 )
 Labels = tuple[tuple[str, str], ...]

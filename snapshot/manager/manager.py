@@ -48,6 +48,7 @@ from snapshot.manager.takes import (
     OnException,
     PendingTakes,
     Tolerance,
+    checked_exports,
     checked_root,
     checked_signals,
     checked_timeout,
@@ -67,6 +68,8 @@ from snapshot.text import Duration, duration_text
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from snapshot.manager.exports import StepExport
 
 
 class SnapshotManager:
@@ -97,6 +100,8 @@ class SnapshotManager:
         take_options: Options of all takes: `TakeOptions(replicated=[...], durable=False)`. A value that is wrong
             everywhere is an error here; one that a machine lacks, such as a key file, when a take begins.
         restore_options: Options of `restore_latest`, such as `RestoreOptions(strict=False)`.
+        exports: What is made of committed steps in the background, such as
+            `[snapshot_export.KeptExport(map=..., when=KeepBest("loss"))]`. See docs/guides/manager.md.
 
     >>> from snapshot import KeepLatest, StateDict
     >>> progress = StateDict(step=0)
@@ -128,6 +133,7 @@ class SnapshotManager:
         timeout: float | None = None,
         take_options: TakeOptions | None = None,
         restore_options: RestoreOptions | None = None,
+        exports: Sequence[StepExport] = (),
     ) -> None:
         self.take_options = TAKE_OPTIONS if take_options is None else take_options
         """Options of all takes, unless a call has others: `replace(manager.take_options, read_back=True)`."""
@@ -145,10 +151,12 @@ class SnapshotManager:
         self._tolerance = Tolerance(checked_tolerance(on_error))
         self._on_exception = on_exception
         self._timeout = checked_timeout(timeout)
+        exported = checked_exports(exports, near)
         self._measured = Measured()
         self._pendings = PendingTakes()
         given = RunOptions(Root(self._url, storage_options), self._keep, self._pendings, pg, allow_pickle)
         self._steps: Steps = PlainSteps(given) if near is None else find_kind("near").open_steps(near, given)
+        self._steps.open_exports(exported)
         self._channels = Channels(pg, timeout)
         self._stopping = False
         self._stopped = math.nan
@@ -445,6 +453,7 @@ class SnapshotManager:
             self._last.good = step
             self._measured.restore = time.monotonic() - began
             self._steps.restored(step)
+            self._steps.export(step, leads=ranks_of(self._pg).rank == 0)
         return step
 
     @property
@@ -619,14 +628,20 @@ class SnapshotManager:
     # Close
 
     def close(self) -> None:
-        """Wait for running takes and removals, and restore the signal handlers. Failures are logged.
+        """Wait for running takes, exports and removals, and restore the signal handlers. Failures are logged.
 
-        If a signal arrives in the meantime, `should_stop` returns True afterwards.
+        Exports are not waited for if `should_stop` has returned True. If a signal arrives in the meantime,
+        `should_stop` returns True afterwards.
         """
+        self._close(patient=not self._stopping)
+
+    def _close(self, *, patient: bool) -> None:
         if self._pid != os.getpid():
             return
         try:
             self._pendings.close()
+            for each in self._steps.exporters:
+                each.close(patient=patient)
             self._steps.close()
         finally:
             self._signals.close()
@@ -643,7 +658,7 @@ class SnapshotManager:
             if error is not None and self._on_exception is not None:
                 save_after(error, self._on_exception, self.take)
         finally:
-            self.close()
+            self._close(patient=error is None and not self._stopping)
 
     def _exchange(self, verb: str, timeout: float | None, left: float | None = None) -> Exchange:
         chosen = timeout if timeout is not None else self._timeout

@@ -486,6 +486,8 @@ class Cleaner:
         self._spared = spared
         self._damaged = damaged
         self._inspect = inspect
+        self.removed: Callable[[list[int]], object] = lambda steps: None
+        """Called with steps that were removed."""
         self._change = threading.Condition()
         self._wanted: int | None = None
         """The step after which removals are to begin."""
@@ -525,10 +527,13 @@ class Cleaner:
             self._recent.append((began, step))
             self._request(upto)
 
-    def look_again(self, upto: int) -> None:
-        """Request the removals of a step that was committed earlier."""
+    def look_again(self, upto: int | None = None) -> None:
+        """Request the removals of a step that was committed earlier, by default of the last one."""
         with self._change:
-            self._request(upto)
+            if upto is None and self._recent:
+                upto = self._recent[-1][1]
+            if upto is not None:
+                self._request(upto)
 
     def _request(self, upto: int) -> None:
         """Request removals. The caller has the lock."""
@@ -586,7 +591,9 @@ class Cleaner:
                 self._say(fate.step, f"{self._root.step_url(fate.step)}: kept, and ignored by policies: {fate.why}")
         if self._policy is None:  # only what has expired
             fates = [fate for fate in fates if fate.what == "snapshot"]
-        log_failures(self._root, run(remove_steps(self._root, fates, spared=self._is_spared)))
+        done = run(remove_steps(self._root, fates, spared=self._is_spared))
+        log_failures(self._root, done)
+        self.removed([fate.step for fate in done.fates if fate.what == "snapshot"])
 
     def _is_spared(self, step: int, save_id: str = "") -> bool:
         return step in self._went_back or save_id in self._needed or self._spared(step, save_id)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -35,6 +35,8 @@ from snapshot.snapshot import PendingSnapshot, Snapshot
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from snapshot.manager.exports import StepExport, StepExporter
 
 
 MANIFEST = 64 << 20
@@ -108,6 +110,7 @@ class Steps(ABC):
         self._pendings = given.pendings
         self._leads = True
         self._inspect = inspect
+        self.exporters: list[StepExporter] = []
         self.cleaner: Cleaner | None = None
         if given.keep is not None:
             self.expect_expiry()
@@ -116,11 +119,13 @@ class Steps(ABC):
         """Remove steps from the next commit on, if only those whose lifetime is over. Called before each such take."""
         if self.cleaner is None:
             self.cleaner = Cleaner(self.root, self._keep, self.is_spared, lambda: set(self.damaged), self._inspect)
+            self.cleaner.removed = lambda steps: [each.removed(steps) for each in self.exporters]
 
     def is_spared(self, step: int, save_id: str) -> bool:
-        """Return True if the step is being taken or restored, or a running take is based on the snapshot there."""
+        """Return True for a step that is taken, restored or exported, or that a running take is based on."""
         pendings = self._pendings
-        return step in self.using or pendings.running(step) or pendings.needs(save_id)
+        needed = pendings.needs(save_id) or any(each.needs(step) for each in self.exporters)
+        return step in self.using or pendings.running(step) or needed
 
     # Take
 
@@ -155,11 +160,26 @@ class Steps(ABC):
 
         So nothing here may block. `report`: that of this rank.
         """
+        self.export(begun.step, leads=self._leads)
         if begun.options.durable and self._leads and self.cleaner is not None:
             self.cleaner.committed(begun.step, began, report.base if report else "")
 
     def restored(self, step: int) -> None:  # noqa: B027 - near folders have nothing to do
         """Go on with a step that all ranks have restored."""
+
+    def open_exports(self, exports: Sequence[StepExport]) -> None:
+        """Open what exports steps. Steps that it holds are looked at again when it has released them."""
+
+        def look_again() -> None:
+            if self.cleaner is not None:  # it may be made later
+                self.cleaner.look_again()
+
+        self.exporters = [each.open(self.root, look_again) for each in exports]
+
+    def export(self, step: int, *, leads: bool) -> None:
+        """Let the exports of rank 0 look at the steps, of which one was committed or restored. Return at once."""
+        for each in self.exporters if leads else ():
+            each.committed(step)
 
     @abstractmethod
     def flush(self) -> None:

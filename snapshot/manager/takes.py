@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from snapshot.errors import SnapshotError, SnapshotExistsError
 from snapshot.events import emit, log
@@ -20,6 +20,9 @@ from snapshot.io.system import find_signals
 from snapshot.progress import Meter
 from snapshot.save.take import AppState
 from snapshot.snapshot import PendingSnapshot, Snapshot
+
+if TYPE_CHECKING:
+    from snapshot.manager.exports import StepExport
 
 
 def checked_root(root: Any) -> str:
@@ -64,6 +67,18 @@ def checked_tolerance(on_error: Any) -> Tolerate | None:
     if on_error not in ("raise", "warn"):
         raise ValueError(f"on_error must be 'raise', 'warn' or Tolerate(failures), got {on_error!r}")
     return Tolerate() if on_error == "warn" else None
+
+
+def checked_exports(exports: Any, near: Any) -> tuple[StepExport, ...]:
+    """Return the exports; raise TypeError or ValueError if invalid."""
+    if not isinstance(exports, (list, tuple)) or not all(hasattr(each, "open") for each in exports):
+        raise TypeError(f"exports must be a list such as [KeptExport(...)], got {exports!r}")
+    if exports and near is not None:
+        raise ValueError("exports must be empty with `near`, since no host may have a whole step; use `convert`")
+    names = [each.name for each in exports]
+    if len({*names}) < len(names):
+        raise ValueError(f"exports must have different names, got {', '.join(names)}")
+    return tuple(exports)
 
 
 @dataclass(frozen=True)

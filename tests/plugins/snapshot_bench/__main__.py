@@ -20,6 +20,7 @@ from snapshot_bench.rounds import Workspace, describe, place
 from tests.plugins.snapshot_bench import (
     background,
     codecs,
+    exports,
     formats,
     object_store,
     planning_scale,
@@ -35,6 +36,7 @@ from tests.plugins.snapshot_bench.background_child import TRAINED
 Lines = Iterable[str]
 AT_A_PLACE: dict[str, tuple[str, Callable[[Workspace, float, int], Lines]]] = {
     "dcp": ("torch.distributed.checkpoint with its own storage and with this library's", formats.compare_dcp),
+    "exports": ("steps of a training beside an export, an upload and an async take", exports.compare),
     "formats": ("reads and conversions of other libraries' checkpoints", formats.compare_formats),
     "foreign": ("conversions of trainers' checkpoints, their own tools, and raw I/O", formats.compare_foreign),
     "load": ("tensors of a checkpoint into new memory, by this library and by others", formats.compare_loads),

@@ -136,6 +136,7 @@ def test_dcp_benchmark_measures_each_storage(tmp_path: Path, measured: Callable[
         ("load", {"raw read into new memory", "snapshot.load(snapshot)", "safetensors load_file, copied"}),
         ("compression", {"compress", "decompress", "take, zstd", "restore, zstd", "auto"}),
         ("sign", {"raw write", "take(sign=)", "restore with a key", "sign later", "async_take(sign=) and wait"}),
+        ("exports", {"alone", "async take", "upload", "export"}),
         ("tiers", {"blocked, with tiers", "while a step is uploaded", "from memory", "from another host"}),
     ],
 )
