@@ -179,7 +179,7 @@ def test_export_whose_folder_is_removed_meanwhile_is_made_again(tmp_path, told, 
     with manager_of(root) as manager:
         manager.take(1, {"model": StateDict(many)})
         process, aside = exporting(), root / ".export-step-1-safetensors"
-        until(aside.exists)
+        until(lambda: aside.exists() and len(os.listdir(aside)) > 1)  # a file of weights has begun
         process.suspend()
         shutil.rmtree(aside)
         process.resume()
