@@ -1,4 +1,4 @@
-"""Files of GGUF, the format of llama.cpp: their header, and tensors in blocks of eight-bit numbers."""
+"""Files of GGUF, the format of llama.cpp: their header, and tensors whose elements are in blocks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from snapshot.errors import CorruptSnapshotError, StorageNotFoundError, UnsupportedFormatError
+from snapshot.events import log
 from snapshot.formats.derived import place_bytes
 from snapshot.formats.foreign import ForeignDocument, make_dict, make_document
 from snapshot.formats.hugging_face import AT_ONCE
@@ -26,6 +27,7 @@ from snapshot.manifest.entries import TensorEntry
 from snapshot.manifest.paths import encode_component
 from snapshot.tensors.memory import ITEMSIZE
 from snapshot.text import counted, listed
+from snapshot_gguf.quantised import KINDS, Q8_0, compute_elements, is_installed, is_read
 
 # The header: key-values, and a name, shape, type and offset for each tensor.
 
@@ -51,19 +53,8 @@ _TEXT, _ARRAY = 8, 9
 
 RAW = {0: "float32", 1: "float16", 24: "int8", 25: "int16", 26: "int32", 27: "int64", 28: "float64", 30: "bfloat16"}
 """Types whose elements are stored as torch has them."""
-Q8_0 = 8
-BLOCK = 32
-"""Elements of a block of Q8_0: a float16 factor, and as many eight-bit integers."""
-BLOCK_BYTES = 2 + BLOCK
-_OTHERS = {
-    2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 9: ("Q8_1", 32, 40),
-    10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
-    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
-    22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54),
-    35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
-}  # fmt: skip
-"""Types that are listed, but not read: name, elements of a block, and its bytes."""
+BLOCK, BLOCK_BYTES = KINDS[Q8_0][1:]
+"""Elements and bytes of a block of Q8_0: a float16 factor, and as many eight-bit integers."""
 
 
 class _TooShort(Exception):
@@ -245,11 +236,12 @@ def quantise(source: torch.Tensor, target: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class Dequantised:
-    """The float32 elements of a tensor of Q8_0."""
+    """The float32 elements of a tensor whose elements are in blocks."""
 
     source: str
     begin: int
     """The first byte of its blocks."""
+    kind: int = Q8_0
 
     @property
     def sources(self) -> tuple[str]:
@@ -260,28 +252,34 @@ class Dequantised:
         self, storage: Storage, offset: int, views: Sequence[memoryview], memory: MemoryBudget, token: str | None
     ) -> None:
         """Read the blocks of a range, a few MiB at a time."""
-        width = 4 * BLOCK
-        at_once = max(1, min(_LARGEST, memory.limit // max(1, storage.limits.parallel_parts)) // BLOCK_BYTES)
+        _, elements, nbytes = KINDS[self.kind]
+        width = 4 * elements
+        at_once = max(1, min(_LARGEST, memory.limit // max(1, storage.limits.parallel_parts)) // nbytes)
         for view in views:
             first, end = offset // width, -(-(offset + len(view)) // width)
             for number in range(first, end, at_once):
                 count = min(at_once, end - number)
-                async with memory.slot(arena_bytes(count * BLOCK_BYTES)) as slot:
-                    stored = slot.view[: count * BLOCK_BYTES]
-                    await storage.read_into(self.source, self.begin + number * BLOCK_BYTES, [stored], token=token)
-                    blocks = slot.tensor[: len(stored)].view(count, BLOCK_BYTES)
-                    await in_thread(_fill, blocks, view, number * width - offset)
+                async with memory.slot(arena_bytes(count * nbytes)) as slot:
+                    stored = slot.view[: count * nbytes]
+                    await storage.read_into(self.source, self.begin + number * nbytes, [stored], token=token)
+                    blocks = slot.tensor[: len(stored)].view(count, nbytes)
+                    await in_thread(self._fill, blocks, view, number * width - offset)
             offset += len(view)
 
+    def _fill(self, blocks: torch.Tensor, view: memoryview, at: int) -> None:
+        """Write the elements of blocks to a view, where the first of them begins at `at`, which may be before it."""
+        elements = KINDS[self.kind].elements
+        some = max(1, _AT_ONCE * BLOCK // elements)
+        for begin in range(0, len(blocks), some):
+            held = self._compute(blocks[begin : begin + some])
+            place_bytes(view, at + begin * 4 * elements, held.view(torch.uint8).view(-1).numpy().data)
 
-def _fill(blocks: torch.Tensor, view: memoryview, at: int) -> None:
-    """Write the elements of blocks to a view, where the first of them begins at `at`, which may be before it."""
-    width = 4 * BLOCK
-    held = torch.empty(min(len(blocks), _AT_ONCE), BLOCK)
-    for begin in range(0, len(blocks), _AT_ONCE):
-        some = blocks[begin : begin + _AT_ONCE]
-        dequantise(some, held[: len(some)])
-        place_bytes(view, at + begin * width, held[: len(some)].view(torch.uint8).view(-1).numpy().data)
+    def _compute(self, blocks: torch.Tensor) -> torch.Tensor:
+        if self.kind != Q8_0:
+            return compute_elements(self.kind, blocks)
+        held = torch.empty(len(blocks), BLOCK)
+        dequantise(blocks, held)
+        return held
 
 
 # Files as checkpoints: one file, or the parts of a split one.
@@ -349,6 +347,10 @@ async def _describe_parts(
         if twice := sorted(entries.keys() & manifest.keys()):
             raise CorruptSnapshotError(f"{storage.url.join(name)}: {twice[0]!r} is in another part, too")
         manifest |= entries
+    unread = {_find_kind(each.kind)[0] for header, *_ in found.values() for each in header.tensors if _is_unread(each)}
+    if unread and not is_installed():
+        kinds = ", ".join(sorted(unread))
+        log.warning("%s: tensors of %s are listed, but not read: install the extra 'gguf'", storage.url, kinds)
     values = found[names[0]][0].values
     document = make_document(
         "gguf",
@@ -369,7 +371,7 @@ async def _describe_parts(
 def _describe_tensors(
     name: str, header: Header, size: int, files: dict[str, ForeignFile], derivations: dict[str, Dequantised]
 ) -> dict[str, TensorEntry]:
-    """Return the entries of one file. Add it to the files, with a derived one for each tensor of Q8_0."""
+    """Return the entries of one file. Add it to the files, with a derived one for each tensor in blocks."""
     files[name] = ForeignFile(size)
     entries: dict[str, TensorEntry] = {}
     reach, owner = 0, ""
@@ -390,10 +392,10 @@ def _describe_tensors(
         if count:
             reach, owner = info.offset + length, info.name
         entry = TensorEntry(name, (begin, begin + length), kind, info.shape)
-        if info.kind == Q8_0:
+        if is_read(info.kind):
             location = f"{name}/{info.name}"
             files[location] = DerivedFile(4 * count)
-            derivations[location] = Dequantised(name, begin)
+            derivations[location] = Dequantised(name, begin, info.kind)
             entry = TensorEntry(location, (0, 4 * count), "float32", info.shape)
         placed[info.name] = entry
     for info in header.tensors:
@@ -401,11 +403,15 @@ def _describe_tensors(
     return entries
 
 
+def _is_unread(info: Info) -> bool:
+    return info.kind in KINDS and not is_read(info.kind)
+
+
 def _find_kind(number: int) -> tuple[str, int, int]:
     """Return the name of a type, the elements of a block, and its bytes: 0 if they are unknown."""
     if number in RAW:
         return RAW[number], 1, ITEMSIZE[RAW[number]]
-    return ("Q8_0", BLOCK, BLOCK_BYTES) if number == Q8_0 else _OTHERS.get(number, (f"ggml-{number}", 1, 0))
+    return KINDS.get(number) or (f"ggml-{number}", 1, 0)
 
 
 # Writing: the header of a new file.
