@@ -1,5 +1,6 @@
 """Committed steps are exported beside themselves, in a process, and their exports go with them."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -50,10 +51,19 @@ def until(true):
     return found
 
 
+def exports_of(parent=None):
+    """Return the processes that export for another one, which may have others, too."""
+    found = []
+    for each in psutil.Process(parent).children():
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if "snapshot_export" in str(each.cmdline()):
+                found.append(each)
+    return found
+
+
 def exporting(parent=None):
-    """The process that exports for another one, as soon as it has begun."""
-    process = psutil.Process(parent)
-    return until(lambda: next((each for each in process.children() if "snapshot_export" in str(each.cmdline())), None))
+    """Return the process that exports for another one, as soon as it has begun."""
+    return until(lambda: exports_of(parent))[0]
 
 
 @pytest.mark.libraries
@@ -169,7 +179,7 @@ def test_kept_export_runs_with_low_priority_and_is_repeated_after_a_kill(tmp_pat
         manager.take(2, state(2))
     assert named(told, "exported") == [("exported", 1), ("exported", 2)]
     assert names(tmp_path / "run") == ["step-2", "step-2-safetensors"]
-    assert not psutil.Process().children()
+    assert not exports_of()
 
 
 def test_export_whose_folder_is_removed_meanwhile_is_made_again(tmp_path, told, monkeypatch):
@@ -234,10 +244,10 @@ def test_close_does_not_wait_if_the_job_stops_or_fails(tmp_path, told):
         exporting().suspend()  # it would never end
         os.kill(os.getpid(), signal.SIGUSR1)
         assert manager.should_stop()
-    assert not psutil.Process().children()
+    assert not exports_of()
     with pytest.raises(ZeroDivisionError), manager_of(root) as manager:
         fail(manager)
-    assert not psutil.Process().children()
+    assert not exports_of()
     assert not named(told, "exported", "export_failed")
     with manager_of(root) as manager:
         manager.restore_latest(state())
@@ -249,7 +259,7 @@ def test_close_ends_exports_that_take_too_long(tmp_path, monkeypatch, caplog):
     with manager_of(tmp_path / "run") as manager:
         manager.take(1, state(1))
         exporting().suspend()
-    assert not psutil.Process().children()
+    assert not exports_of()
     assert "exports are left to the next manager: step-1" in caplog.text
 
 
@@ -309,7 +319,7 @@ def _export(root):
             for step in (1, 2):
                 manager.take(step, {"model": StateDict(weight=torch.full((10,), float(step)))},
                              replicated=["**"])  # fmt: skip
-            began = bool(psutil.Process().children())
+            began = bool(exports_of())
         dist.barrier()
     finally:
         snapshot.events.remove_handler(told.append)
