@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from glob import escape
 from typing import Any
 
@@ -44,17 +45,21 @@ class Deadline:
         if not any(not callable(each) for each in several) and Settings.current().deadline:
             several.append(Settings.current().deadline)
         self._seconds = [seconds_of(each, "deadline") for each in several if not callable(each)]
-        self._sources = {each: _Source(each) for each in several if callable(each)}
+        self._sources = [_Source(each) for each in several if callable(each)]
         self._done = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     def told(self) -> float | None:
         """Return the seconds until the time that a source tells; None if none tells one."""
-        if self._sources and self._thread is None and not self._done.is_set():
-            self._poll()  # the first call of a manager knows it
-            self._thread = threading.Thread(target=self._watch, name="snapshot-deadline", daemon=True)
-            self._thread.start()
-        times = [each.at for each in self._sources.values() if each.at is not None]
+        if self._sources and not self._threads and not self._done.is_set():
+            for each in self._sources:  # one that does not answer delays no other
+                work = partial(each.watch, self._done)
+                self._threads.append(threading.Thread(target=work, name="snapshot-deadline", daemon=True))
+                self._threads[-1].start()
+            end = time.monotonic() + PERIOD
+            for each in self._sources:  # the first call of a manager knows it, unless a source is slow
+                each.asked.wait(max(0.0, end - time.monotonic()))
+        times = [at for each in self._sources if (at := each.at) is not None]
         return min(times) - time.time() if times else None
 
     def left(self, signalled: float | None) -> float | None:
@@ -62,14 +67,6 @@ class Deadline:
         found = [] if signalled is None else [signalled + each - time.monotonic() for each in self._seconds]
         told = self.told()
         return min([*found, *([] if told is None else [told])], default=None)
-
-    def _poll(self) -> None:
-        for each in self._sources.values():
-            each.ask()
-
-    def _watch(self) -> None:
-        while not self._done.wait(PERIOD):
-            self._poll()
 
     def close(self) -> None:
         """Stop calling the sources. One that does not return is left alone."""
@@ -83,11 +80,24 @@ class _Source:
         self._ask = ask
         self._failed = False
         self.at: float | None = None
+        self.asked = threading.Event()
+        """Set after the first call."""
+
+    def watch(self, done: threading.Event) -> None:
+        """Ask until `done`."""
+        while True:
+            self.ask()
+            self.asked.set()
+            if done.wait(PERIOD):
+                return
 
     def ask(self) -> None:
         try:
             found = self._ask()
-            self.at = found.timestamp() if isinstance(found, datetime) else None if found is None else float(found)
+            at = found.timestamp() if isinstance(found, datetime) else None if found is None else float(found)
+            if at is not None and not math.isfinite(at):
+                raise ValueError(f"the time must be finite seconds since the epoch, got {at}")
+            self.at = at
         except Exception as error:  # noqa: BLE001 - training must not end by what tells when it ends
             if not self._failed:
                 log.warning("deadline: %r failed: %s: %s", self._ask, type(error).__name__, error)

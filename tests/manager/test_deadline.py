@@ -171,9 +171,35 @@ def test_should_stop_by_a_source_of_the_deadline(kind, tmp_path, monkeypatch):
         assert manager.should_stop()
         assert manager.should_stop()
         assert 0 < manager._deadline.left(None) <= 30
-    thread = manager._deadline._thread
+    [thread] = manager._deadline._threads
     thread.join(30)
     assert not thread.is_alive()
+
+
+def test_source_that_does_not_answer_stops_neither_the_loop_nor_another_source(tmp_path, monkeypatch):
+    monkeypatch.setattr(preemption, "PERIOD", 0.01)
+    answered, asked = threading.Event(), threading.Semaphore(0)
+    at = [None]
+
+    def other():
+        asked.release()
+        return at[0]
+
+    with SnapshotManager(tmp_path, deadline=[answered.wait, other], signals=()) as manager:
+        assert not manager.should_stop()
+        at[0] = time.time() + 30
+        for _ in range(3):
+            asked.acquire()
+        assert manager.should_stop()
+        answered.set()
+
+
+@pytest.mark.parametrize("told", [float("inf"), float("nan")])
+def test_source_that_tells_no_finite_time_is_as_one_that_fails(told, tmp_path, caplog):
+    with SnapshotManager(tmp_path, deadline=lambda: told) as manager:
+        stop(manager)
+        assert manager.take(10, training()).report.saved == "whole"
+    assert caplog.text.count("the time must be finite") == 1
 
 
 def test_source_that_fails_is_logged_once_and_asked_again(tmp_path, monkeypatch, caplog):
