@@ -151,8 +151,8 @@ class SnapshotManager:
         self._steps: Steps = PlainSteps(given) if near is None else find_kind("near").open_steps(near, given)
         self._channels = Channels(pg, timeout)
         self._stopping = False
-        self._stopped = math.nan
-        """Monotonic time at which the job was told to stop, as a rank without a signal of its own sees it."""
+        self._stopped: float | None = None
+        """Monotonic time at which the job was told to stop by a signal, as a rank without one of its own sees it."""
         self._leads = True
         self._deadline = Deadline(deadline)
         self._last = LastSave()
@@ -303,7 +303,8 @@ class SnapshotManager:
         """
         steps = self._steps
         options = with_given(self.take_options if options is None else options, TakeOptions, given)
-        left = self._left() if self._stopping else None
+        stops = self._stopping
+        left = self._left() if stops else None
         with self._recording_failure(step), self._exchange(verb, getattr(options, "timeout", None), left) as exchange:
             expect_options(options, TakeOptions)
             options.check()
@@ -319,7 +320,7 @@ class SnapshotManager:
                 exchange,
                 steps,
                 before,
-                StepBegin(number, saved, fault, self._tolerance.failures, left),
+                StepBegin(number, saved, fault, self._tolerance.failures, self._left() if stops else None),
                 new=not replaces,
                 incremental=self._incremental,
                 expect_few=self._tolerance.expect_few,
@@ -593,12 +594,15 @@ class SnapshotManager:
     def _ask_to_stop(self, question: str) -> bool:
         if not self._stopping:
             told = self._deadline.told()
-            near = told is not None and told <= max(AHEAD, 2 * self._measured.slowest())
+            ahead = max(AHEAD, 2 * self._measured.slowest())
+            near = told is not None and told <= ahead
             self._stopping = self._channels.ask(question, self._signals.number is not None or near)
             if self._stopping:
                 number = self._signals.number
                 own = signal.Signals(number).name if number else "the deadline" if near else "another rank's signal"
-                self._stopped, self._leads = time.monotonic(), ranks_of(self._pg).rank == 0
+                self._leads = ranks_of(self._pg).rank == 0
+                if told is None or told > 2 * ahead:  # else perhaps nobody sent a signal, since a source tells the time
+                    self._stopped = time.monotonic()
                 left = self._left()
                 emit("stopping", "should_stop", str(self._url), reason=own, left=left)
                 rest = "" if left is None else f"; {duration_text(max(0.0, left))} are left"

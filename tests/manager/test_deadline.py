@@ -176,6 +176,14 @@ def test_should_stop_by_a_source_of_the_deadline(kind, tmp_path, monkeypatch):
     assert not thread.is_alive()
 
 
+def test_time_from_a_signal_does_not_count_if_only_a_source_tells_the_end(tmp_path):
+    with SnapshotManager(tmp_path, deadline=["5s", lambda: time.time() + 50]) as manager:
+        manager.take(10, training())
+        manager._measured.slowest = lambda: 20.0
+        assert manager.should_stop()
+        assert manager.take(20, training()).report.saved == "whole"
+
+
 def test_source_that_does_not_answer_stops_neither_the_loop_nor_another_source(tmp_path, monkeypatch):
     monkeypatch.setattr(preemption, "PERIOD", 0.01)
     answered, asked = threading.Event(), threading.Semaphore(0)
@@ -270,6 +278,20 @@ def _differs(folder):
 
 def test_ranks_save_the_same_by_the_least_time_that_is_left(three, folder):
     assert three.run(_differs, folder) == [("parameters", None)] * 3
+
+
+def _hears_of_a_source(folder):
+    """A source tells the end, to rank 1 later than to rank 0, and no rank got a signal."""
+    deadline = ["5s", lambda: time.time() + (70 if dist.get_rank() == 1 else 50)]
+    with SnapshotManager(folder, timeout=30, deadline=deadline) as manager:
+        manager._measured.slowest = lambda: 20.0
+        while not manager.should_stop():
+            pass
+        return manager.take(20, training()).report.saved
+
+
+def test_ranks_use_the_time_that_a_source_tells_also_if_they_stop_for_another_rank(three, folder):
+    assert three.run(_hears_of_a_source, folder) == ["whole"] * 3
 
 
 def _loses_a_rank(folder):
