@@ -25,6 +25,7 @@ from snapshot.distributed.group import ranks_of
 from snapshot.errors import CommitUnknown, SnapshotError
 from snapshot.events import log
 from snapshot.io.loop import run, start_in_thread
+from snapshot.manager.preemption import RESERVE
 from snapshot.manager.root import Root
 from snapshot.manager.steps import Steps
 from snapshot.reports import Saved
@@ -246,14 +247,19 @@ def agree_on(
     return exchange.agree(mine, lead, StepBegin, StepAnswer)
 
 
-def may_be_committed(pending: PendingSnapshot | None) -> bool:
-    """Wait for a pending take, and return True if it may be committed."""
+def may_be_committed(pending: PendingSnapshot | None, left: float | None = None) -> bool:
+    """Wait for a pending take, and return True if it may be committed.
+
+    Raise SnapshotError if it is still running when the job is about to be killed, in `left` seconds.
+    """
     if pending is None:
         return False
     try:
-        pending.wait()
+        pending.wait(timeout=None if left is None else max(0.0, left - RESERVE))
     except CommitUnknown:
         return True
+    except TimeoutError as error:
+        raise SnapshotError(f"{error}, and the deadline is near") from None
     except Exception as error:  # noqa: BLE001 - `wait` or the log has reported it; it is taken again
         log.warning("%s: the earlier take failed, so the step is taken again: %s", pending.path, error)
         return False

@@ -314,7 +314,7 @@ class SnapshotManager:
                 steps.expect_expiry()
             before = self._pendings.of(number)
             replaces = overwrite or number in steps.damaged
-            saved = may_be_committed(before) and self._pendings.is_latest(number) and not replaces
+            saved = may_be_committed(before, left) and self._pendings.is_latest(number) and not replaces
             noted, fault = steps.prepare(exchange, number, noted, replaces=replaces)
             answer = agree_on(
                 exchange,
@@ -630,6 +630,11 @@ class SnapshotManager:
         if self._pid != os.getpid():
             return
         try:
+            left = self._left() if self._stopping and self in open_managers else None
+            if left is not None:
+                running = self._pendings.settle(time.monotonic() + left - RESERVE)
+                if running is not None:  # a rank may be dead, and this process may be killed while it waits
+                    self._last.log(self._url, running)
             self._pendings.close()
             self._steps.close()
         finally:

@@ -187,11 +187,16 @@ class LastSave:
         """Record that a save failed. If the job does not end, a later one takes its place."""
         self._text, self.failure = f"step {step} was not saved: {type(error).__name__}: {error}", True
 
-    def log(self, url: object) -> None:
-        """Log the end of a job that was told to stop: what was saved, and the step that the next start goes on from."""
+    def log(self, url: object, running: int | None = None) -> None:
+        """Log the end of a job that was told to stop: what was saved, and the step that the next start goes on from.
+
+        `running`: a step whose take is not over yet.
+        """
         good = "no step of this process is good" if self.good is None else f"the last good step is {self.good}"
         level = logging.WARNING if self._tight or self.failure else logging.INFO
-        log.log(level, "%s: stopped; %s; %s", url, self._text or "nothing was saved since", good)
+        text = self._text or "nothing was saved since"
+        text += "" if running is None else f"; step {running} is still being saved"
+        log.log(level, "%s: stopped; %s; %s", url, text, good)
 
 
 def partial_note(left: float | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from snapshot import KeepBest, KeepLatest, RestoreError, RestoreOptions, Snapshot, SnapshotManager, StateDict
-from snapshot.errors import CorruptSnapshotError, RankError
+from snapshot.errors import CorruptSnapshotError, RankError, SnapshotError
 from snapshot.manager import preemption
 from snapshot.manager.preemption import Deadline
 from snapshot.state.model_state import ModelState
@@ -134,6 +134,33 @@ def test_take_that_runs_with_another_counts_twice(tmp_path, left):
         stop(manager)
         assert manager.take(2, state).report.saved == "parameters"
         stall.release()
+
+
+def test_close_says_what_is_good_before_the_deadline_if_a_take_does_not_end(tmp_path, caplog, monkeypatch):
+    heard = threading.Event()
+    monkeypatch.setattr(logging.getLogger("snapshot"), "filters", [lambda record: _hear(record, heard)])
+    with stalling(on="write", path="*data/*.safetensors", nth=2, times=1) as stall:
+        manager = SnapshotManager(f"stalling+file://{tmp_path}", deadline="1.2s")
+        manager.take(10, training())
+        manager.async_take(20, training())
+        stall.wait_reached()
+        stop(manager)
+        with pytest.raises(SnapshotError, match="the deadline is near"):
+            manager.take(20, training())
+        closing = threading.Thread(target=manager.close)
+        closing.start()
+        assert heard.wait(30)
+        assert "step 20 is still being saved; the last good step is 10" in caplog.text
+        stall.release()
+        closing.join()
+        assert manager.steps() == [10, 20]
+    assert "the last good step is 20" in caplog.text
+
+
+def _hear(record, heard):
+    if "is still being saved" in record.getMessage():
+        threading.Timer(0, heard.set).start()  # once it is in the log
+    return True
 
 
 def test_deadline_begins_with_the_signal(tmp_path, monkeypatch, caplog, told):
