@@ -219,12 +219,13 @@ def agree_on(
     new: bool,
     incremental: bool,
     expect_few: Callable[[int], None],
-    choose: Callable[[float], tuple[Saved, float]],
+    choose: Callable[[float, bool], tuple[Saved, float]],
 ) -> StepAnswer:
     """Return whether `pending`, an earlier take of this step, has saved the current state.
 
     The leader checks that the snapshot of `pending` still exists, and deletes a leftover pin if not. `new`: True if the
-    step must be new. `expect_few` gets the number of failures, and `choose` the least time that is left. Raise
+    step must be new. `expect_few` gets the number of failures, and `choose` the least time that is left, and
+    whether all hosts can write near. Raise
     SnapshotError on all ranks if they passed different steps.
     """
     step, root = mine.step, steps.local
@@ -240,7 +241,7 @@ def agree_on(
         fault = next((each.near_fault for each in all_ if each.near_fault), "")
         steps.check(step, fault, new=new and not known)
         left = min((each.left for each in all_ if each.left is not None), default=None)
-        saved, needed = choose(left) if left is not None and not known else ("whole", 0.0)
+        saved, needed = choose(left, not fault) if left is not None and not known else ("whole", 0.0)
         bases = steps.find_bases(step) if incremental and not known else []
         return StepAnswer(known, bases, fault, saved, left, needed)
 

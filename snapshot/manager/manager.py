@@ -69,6 +69,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+ASKED_AGAIN = 5.0
+"""Seconds between two questions to the uploader while a source tells the end of the job."""
+
+
 class SnapshotManager:
     """Snapshots of one run, in `step-<n>` below a root: take, restore, remove, and decide when.
 
@@ -153,6 +157,7 @@ class SnapshotManager:
         self._stopping = False
         self._stopped: float | None = None
         """Monotonic time at which the job was told to stop by a signal, as a rank without one of its own sees it."""
+        self._ask_again, self._upload = -math.inf, 0.0
         self._leads = True
         self._deadline = Deadline(deadline)
         self._last = LastSave()
@@ -324,7 +329,7 @@ class SnapshotManager:
                 new=not replaces,
                 incremental=self._incremental,
                 expect_few=self._tolerance.expect_few,
-                choose=lambda left: self._choose(left, app_state),
+                choose=lambda left, near: self._choose(left, app_state, near=near),
             )
             exchange.close()
         self._measured.at_step(number)
@@ -350,10 +355,13 @@ class SnapshotManager:
         """Return the seconds until the job is killed, None if unknown."""
         return self._deadline.left(self._stopped if self._signals.at is None else self._signals.at)
 
-    def _choose(self, left: float, app_state: AppState) -> tuple[Saved, float]:
-        """Return what is saved in the time that is left, and the time for all. A running save shares the storage."""
+    def _choose(self, left: float, app_state: AppState, *, near: bool) -> tuple[Saved, float]:
+        """Return what is saved in the time that is left, and the time for all. A running save shares the storage.
+
+        `near`: False if a host cannot write near.
+        """
         slowest = self._measured.slowest() * (2 if self._pendings.busy() else 1)
-        costs = SaveCosts(slowest, self._steps.upload_seconds(), self._steps.outlives_host())
+        costs = SaveCosts(slowest, self._steps.upload_seconds(RESERVE / 2), near and self._steps.outlives_host())
         return choose_save(left, costs, lambda: parameter_share(app_state)), costs.whole
 
     @contextmanager
@@ -594,7 +602,7 @@ class SnapshotManager:
     def _ask_to_stop(self, question: str) -> bool:
         if not self._stopping:
             told = self._deadline.told()
-            ahead = max(AHEAD, 2 * self._measured.slowest())
+            ahead = AHEAD if told is None else max(AHEAD, 2 * (self._measured.slowest() + self._upload_seconds()))
             near = told is not None and told <= ahead
             self._stopping = self._channels.ask(question, self._signals.number is not None or near)
             if self._stopping:
@@ -608,6 +616,13 @@ class SnapshotManager:
                 rest = "" if left is None else f"; {duration_text(max(0.0, left))} are left"
                 log.info("should_stop %s: stopping because of %s%s", self._url, own, rest)
         return self._stopping
+
+    def _upload_seconds(self) -> float:
+        """Return what an upload needs, as it was known some seconds ago: this is called in each step."""
+        now = time.monotonic()
+        if now >= self._ask_again:
+            self._ask_again, self._upload = now + ASKED_AGAIN, self._steps.upload_seconds(0.0)
+        return self._upload
 
     def advice(self, mtbf: Duration) -> Advice:
         """Return the interval between takes that loses least time, from the takes and steps of this rank so far.
