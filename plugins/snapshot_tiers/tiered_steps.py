@@ -294,6 +294,7 @@ class TieredSteps(Steps):
         on = (each for each in steps if line.standing(each.step, each.save_id, each.origin) == Standing.ON)
         good = [each for each in on if not each.suspect]
         last = [max(these, key=lambda each: line.age(each.origin)) for these in (good, steps) if these]
+        self.flushed = True
         for each in last[-1:] if last[:1] == last[1:] else last:
             if tiers.is_older_than_restored(each):
                 continue
@@ -301,6 +302,7 @@ class TieredSteps(Steps):
                 tiers.wait_far(each.step, each.save_id, max(0.0, end - time.monotonic()))
             except (SnapshotError, TimeoutError) as error:
                 log.warning("%s; the uploader continues, if this host does", error)
+                self.flushed = False
 
     # Restore
 

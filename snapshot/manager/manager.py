@@ -235,7 +235,7 @@ class SnapshotManager:
             self._took(number, began)
             self._ended(begun, began, snapshot.report)
         self._flush_if_stopping(begun)
-        _note_saved(snapshot, begun)
+        _note_saved(snapshot, begun, far=self._steps.flushed)
         return snapshot
 
     def _flush_if_stopping(self, begun: Begun) -> None:
@@ -656,7 +656,7 @@ class SnapshotManager:
             self._signals.close()
             self._deadline.close()
             if self._stopping and self in open_managers and (self._leads or self._last.failure):
-                self._last.log(self._url)
+                self._last.log(self._url, far=self._steps.flushed)
         open_managers.discard(self)
 
     def __enter__(self) -> SnapshotManager:
@@ -677,10 +677,11 @@ class SnapshotManager:
         return f"<SnapshotManager {self._url}: keep {self._keep or 'all'}>"
 
 
-def _note_saved(taken: Snapshot | PendingSnapshot, begun: Begun) -> None:
-    """Say in the report of a take what was saved."""
-    if begun.saved != "whole" and taken.report is not None:
-        taken.report = replace(taken.report, saved=begun.saved)
+def _note_saved(taken: Snapshot | PendingSnapshot, begun: Begun, *, far: bool = True) -> None:
+    """Say in the report of a take what was saved. `far`: False if a job that stops has not waited for its upload."""
+    saved = begun.saved if far or begun.saved != "whole" else "near"
+    if saved != "whole" and taken.report is not None:
+        taken.report = replace(taken.report, saved=saved)
 
 
 open_managers: weakref.WeakSet[SnapshotManager] = weakref.WeakSet()

@@ -187,15 +187,16 @@ class LastSave:
         """Record that a save failed. If the job does not end, a later one takes its place."""
         self._text, self.failure = f"step {step} was not saved: {type(error).__name__}: {error}", True
 
-    def log(self, url: object, running: int | None = None) -> None:
+    def log(self, url: object, running: int | None = None, *, far: bool = True) -> None:
         """Log the end of a job that was told to stop: what was saved, and the step that the next start goes on from.
 
-        `running`: a step whose take is not over yet.
+        `running`: a step whose take is not over yet. `far`: False if an upload was not over when the time was.
         """
         good = "no step of this process is good" if self.good is None else f"the last good step is {self.good}"
         level = logging.WARNING if self._tight or self.failure else logging.INFO
         text = self._text or "nothing was saved since"
         text += "" if running is None else f"; step {running} is still being saved"
+        text += "" if far else "; it is not in the root yet"
         log.log(level, "%s: stopped; %s; %s", url, text, good)
 
 

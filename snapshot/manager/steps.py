@@ -100,6 +100,8 @@ class Steps(ABC):
         self.root, self.pg, self.allow_pickle = given.root, given.pg, given.allow_pickle
         self.until = math.inf
         """Monotonic time until which a job that stops may wait for its steps."""
+        self.flushed = True
+        """False if the last `flush` ended before the steps were in the root."""
         self.using: set[int] = set()
         """Steps that are being restored."""
         self.damaged: set[int] = set()

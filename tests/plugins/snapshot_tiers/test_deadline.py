@@ -93,3 +93,16 @@ def test_last_save_waits_for_no_uploader_that_hangs(tmp_path, hosts):
         steps._ask_upload_seconds = lambda tiers: answered.wait()
         assert steps.upload_seconds(0.01) == known
         answered.set()
+
+
+def test_step_whose_upload_does_not_end_in_time_is_not_said_to_be_whole(tmp_path, hosts, monkeypatch, caplog):
+    monkeypatch.setattr(Deadline, "left", lambda self, signalled: 30.0)
+    state = training()
+    with manager_of(tmp_path / "far", hosts("a"), signals=(signal.SIGTERM,)) as manager:
+        manager.take(10, state)
+        tiers = manager._steps.joined
+        monkeypatch.setattr(tiers, "wait_far", lambda *given: (_ for _ in ()).throw(TimeoutError("step-20: not far")))
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert manager.should_stop()
+        assert manager.take(20, state).report.saved == "near"
+    assert "it is not in the root yet; the last good step is 20" in caplog.text
