@@ -10,12 +10,14 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from glob import escape
 from typing import Any
+
+import torch
 
 from snapshot.events import emit, log
 from snapshot.reports import SAVED, Saved
@@ -142,16 +144,24 @@ def choose_save(left: float, costs: SaveCosts, share: Callable[[], float]) -> Sa
 def parameter_share(app_state: AppState) -> float:
     """Return the part of the bytes of an app state that are not the state of optimizers; 1 if there is none to omit.
 
-    What neither a module nor an optimizer has is not counted, so the part is rather too large.
+    What objects of the application have in their state is not counted, only modules, optimizers and dictionaries.
     """
     kept = omitted = 0
     for key, stateful in app_state.items():
         found = ModuleMap(key, stateful)
-        kept += sum(each.nbytes for _, each in found.parameters())
+        kept += sum(each.nbytes for _, each in found.parameters()) + _nbytes(stateful)
+        kept += sum(_nbytes(module._buffers) for _, module in found.modules)  # noqa: SLF001 - no walk for each module
         for optimizer in found.optimizers:
             states = [value for state in optimizer.state.values() for value in getattr(state, "values", list)()]
             omitted += sum(getattr(value, "nbytes", 0) for value in states)
     return kept / (kept + omitted) if omitted else 1.0
+
+
+def _nbytes(value: Any) -> int:
+    """Return the bytes of the tensors in a value."""
+    if isinstance(value, (Mapping, list, tuple)):
+        return sum(map(_nbytes, value.values() if isinstance(value, Mapping) else value))
+    return value.nbytes if isinstance(value, torch.Tensor) else 0
 
 
 def without_optimizers(options: TakeOptions, app_state: AppState) -> TakeOptions:

@@ -123,6 +123,20 @@ def test_take_without_a_measured_save_saves_all(tmp_path, left):
         assert manager.take(1, training()).report.saved == "whole"
 
 
+@pytest.mark.parametrize("where", ["buffer", "dictionary"])
+def test_step_of_parameters_counts_what_it_saves_besides(where, tmp_path, left):
+    state, other = training(), torch.zeros(100, 64, 64)
+    if where == "buffer":
+        state["model"].register_buffer("cache", other)
+    else:
+        state["ema"] = StateDict(tensors=[{"x": other}])
+    with SnapshotManager(tmp_path) as manager:
+        manager._measured.slowest = lambda: 10.0
+        left(9)
+        stop(manager)
+        assert manager.take(20, state).report.saved == "none"
+
+
 def test_take_that_runs_with_another_counts_twice(tmp_path, left):
     state = training()
     url = f"stalling+file://{tmp_path}"
