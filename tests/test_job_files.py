@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from snapshot import Snapshot, SnapshotManager
+from snapshot.text import seconds_of
 from tests.helpers.trees import PYTHONPATH
 
 pytestmark = pytest.mark.examples
@@ -63,6 +64,17 @@ def free_port() -> int:
             if tried.connect_ex(("127.0.0.1", port)):
                 return port
     raise AssertionError("no free port")
+
+
+@pytest.mark.parametrize("make", [slurm, jobset, skypilot])
+def test_deadline_of_a_job_file_is_before_torchrun_kills_the_ranks(
+    make: Callable[[int], tuple[list[str], dict[str, str]]],
+) -> None:
+    command, variables = make(20000)
+    script = command[-1] if make is not slurm else Path(command[-1]).read_text()
+    deadline = variables.get("SNAPSHOT_DEADLINE") or re.findall(r"SNAPSHOT_DEADLINE=(\S+)", script)[0]
+    [timeout] = re.findall(r"--shutdown-timeout=(\d+)", script)
+    assert seconds_of(deadline, "deadline") < int(timeout)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from snapshot.errors import (
 )
 from snapshot.events import emit, log
 from snapshot.io.aio import gather_limited
-from snapshot.io.loop import can_start_threads, run
+from snapshot.io.loop import can_start_threads, run, start_in_thread
 from snapshot.io.session import Seal
 from snapshot.io.storage import FileStat
 from snapshot.io.url import URL
@@ -84,6 +84,9 @@ class TieredSteps(Steps):
         self._set: TierSet | None = None
         self._patience = FAR_PATIENCE
         """Seconds to wait for the far root in a take."""
+        self._asking: Future[float] | None = None
+        self._upload_seconds = 0.0
+        """The mean duration of uploads, as the uploader told it last. One that hangs must not hold up the last save."""
         self._far_steps: set[int] | None = None
         """The far steps at the first take; known to the leader only."""
 
@@ -291,6 +294,7 @@ class TieredSteps(Steps):
         on = (each for each in steps if line.standing(each.step, each.save_id, each.origin) == Standing.ON)
         good = [each for each in on if not each.suspect]
         last = [max(these, key=lambda each: line.age(each.origin)) for these in (good, steps) if these]
+        self.flushed = True
         for each in last[-1:] if last[:1] == last[1:] else last:
             if tiers.is_older_than_restored(each):
                 continue
@@ -298,6 +302,7 @@ class TieredSteps(Steps):
                 tiers.wait_far(each.step, each.save_id, max(0.0, end - time.monotonic()))
             except (SnapshotError, TimeoutError) as error:
                 log.warning("%s; the uploader continues, if this host does", error)
+                self.flushed = False
 
     # Restore
 
@@ -393,18 +398,29 @@ class TieredSteps(Steps):
         peers = tiers is not None and not tiers.member.fault and len(tiers.member.hosts) > 1 and self._replicas > 0
         return self._survives or peers
 
-    def upload_seconds(self) -> float:
+    def upload_seconds(self, patience: float | None = None) -> float:
         """Return the mean duration of the uploads of near steps, 0 if there was none."""
-        if self._set is None or self._set.member.fault:
+        tiers = self._set
+        if tiers is None or tiers.member.fault:
             return 0.0
-        states = self._set.ask(ControlRequest("status")).steps.values()
+        if patience is None:
+            return self._ask_upload_seconds(tiers)
+        if self._asking is None or self._asking.done():
+            self._asking = start_in_thread(partial(self._ask_upload_seconds, tiers), "snapshot-upload-pace")
+        with suppress(SnapshotError, TimeoutError):
+            self._asking.result(patience)
+        return self._upload_seconds
+
+    def _ask_upload_seconds(self, tiers: TierSet) -> float:
+        states = tiers.ask(ControlRequest("status")).steps.values()
         found = [each.seconds for each in states if each.far == UploadState.WHOLE]
-        return sum(found) / len(found) if found else 0.0
+        self._upload_seconds = sum(found) / len(found) if found else self._upload_seconds
+        return self._upload_seconds
 
     def close(self) -> None:
         """Flush, remove old steps, and leave the uploader alone."""
         if self._set is not None:
-            self._set.link.limit(self._grace + LAST_SECONDS)
+            self._set.link.limit(min(self._grace + LAST_SECONDS, self.until - time.monotonic()))
             self.flush()
             if self.near_cleaner is not None:
                 newest = max(self._set.folder.steps(), default=-1)
@@ -540,6 +556,8 @@ class NearCleaner(Cleaner):
             leaving = [step for step in removed if step in heads]
             return find_needed(heads, heads.keys() - leaving, leaving)
 
+        now = time.time()  # a lifetime keeps a step far: a near folder may be small
+        taken = [replace(each, expires=None) if (each.expires or 0) > now else each for each in taken]
         taken += map(Taken, damaged)
         sizes: dict[int, dict[str, int]] = {}
         if needs_sizes(self._policy):
@@ -547,7 +565,7 @@ class NearCleaner(Cleaner):
             taken = [replace(each, sizes=sizes.get(each.step, {}), pinned=bool(held.get(each.step))) for each in taken]
             later = sizes.keys() - {each.step for each in taken}
             taken += [Taken(step, sizes=sizes[step], pinned=True, counts=False) for step in later]
-        chosen = choose_within(where, self._policy, taken, time.time(), sizes=sizes, find_needed=needed)
+        chosen = choose_within(where, self._policy, taken, now, sizes=sizes, find_needed=needed)
         return plan_retention(chosen, {*heads, *damaged}, held=held, find_needed=needed)
 
     def make_room(self) -> bool:

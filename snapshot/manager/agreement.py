@@ -25,6 +25,7 @@ from snapshot.distributed.group import ranks_of
 from snapshot.errors import CommitUnknown, SnapshotError
 from snapshot.events import log
 from snapshot.io.loop import run, start_in_thread
+from snapshot.manager.preemption import RESERVE
 from snapshot.manager.root import Root
 from snapshot.manager.steps import Steps
 from snapshot.reports import Saved
@@ -218,12 +219,13 @@ def agree_on(
     new: bool,
     incremental: bool,
     expect_few: Callable[[int], None],
-    choose: Callable[[float], tuple[Saved, float]],
+    choose: Callable[[float, bool], tuple[Saved, float]],
 ) -> StepAnswer:
     """Return whether `pending`, an earlier take of this step, has saved the current state.
 
     The leader checks that the snapshot of `pending` still exists, and deletes a leftover pin if not. `new`: True if the
-    step must be new. `expect_few` gets the number of failures, and `choose` the least time that is left. Raise
+    step must be new. `expect_few` gets the number of failures, and `choose` the least time that is left, and
+    whether all hosts can write near. Raise
     SnapshotError on all ranks if they passed different steps.
     """
     step, root = mine.step, steps.local
@@ -239,21 +241,26 @@ def agree_on(
         fault = next((each.near_fault for each in all_ if each.near_fault), "")
         steps.check(step, fault, new=new and not known)
         left = min((each.left for each in all_ if each.left is not None), default=None)
-        saved, needed = choose(left) if left is not None and not known else ("whole", 0.0)
+        saved, needed = choose(left, not fault) if left is not None and not known else ("whole", 0.0)
         bases = steps.find_bases(step) if incremental and not known else []
         return StepAnswer(known, bases, fault, saved, left, needed)
 
     return exchange.agree(mine, lead, StepBegin, StepAnswer)
 
 
-def may_be_committed(pending: PendingSnapshot | None) -> bool:
-    """Wait for a pending take, and return True if it may be committed."""
+def may_be_committed(pending: PendingSnapshot | None, left: float | None = None) -> bool:
+    """Wait for a pending take, and return True if it may be committed.
+
+    Raise SnapshotError if it is still running when the job is about to be killed, in `left` seconds.
+    """
     if pending is None:
         return False
     try:
-        pending.wait()
+        pending.wait(timeout=None if left is None else max(0.0, left - RESERVE))
     except CommitUnknown:
         return True
+    except TimeoutError as error:
+        raise SnapshotError(f"{error}, and the deadline is near") from None
     except Exception as error:  # noqa: BLE001 - `wait` or the log has reported it; it is taken again
         log.warning("%s: the earlier take failed, so the step is taken again: %s", pending.path, error)
         return False

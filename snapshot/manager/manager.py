@@ -72,6 +72,10 @@ if TYPE_CHECKING:
     from snapshot.manager.exports import StepExport
 
 
+ASKED_AGAIN = 5.0
+"""Seconds between two questions to the uploader while a source tells the end of the job."""
+
+
 class SnapshotManager:
     """Snapshots of one run, in `step-<n>` below a root: take, restore, remove, and decide when.
 
@@ -159,8 +163,9 @@ class SnapshotManager:
         self._steps.open_exports(exported)
         self._channels = Channels(pg, timeout)
         self._stopping = False
-        self._stopped = math.nan
-        """Monotonic time at which the job was told to stop, as a rank without a signal of its own sees it."""
+        self._stopped: float | None = None
+        """Monotonic time at which the job was told to stop by a signal, as a rank without one of its own sees it."""
+        self._ask_again, self._upload = -math.inf, 0.0
         self._leads = True
         self._deadline = Deadline(deadline)
         self._last = LastSave()
@@ -238,7 +243,7 @@ class SnapshotManager:
             self._took(number, began)
             self._ended(begun, began, snapshot.report)
         self._flush_if_stopping(begun)
-        _note_saved(snapshot, begun)
+        _note_saved(snapshot, begun, far=self._steps.flushed)
         return snapshot
 
     def _flush_if_stopping(self, begun: Begun) -> None:
@@ -311,7 +316,8 @@ class SnapshotManager:
         """
         steps = self._steps
         options = with_given(self.take_options if options is None else options, TakeOptions, given)
-        left = self._left() if self._stopping else None
+        stops = self._stopping
+        left = self._left() if stops else None
         with self._recording_failure(step), self._exchange(verb, getattr(options, "timeout", None), left) as exchange:
             expect_options(options, TakeOptions)
             options.check()
@@ -321,17 +327,17 @@ class SnapshotManager:
                 steps.expect_expiry()
             before = self._pendings.of(number)
             replaces = overwrite or number in steps.damaged
-            saved = may_be_committed(before) and self._pendings.is_latest(number) and not replaces
+            saved = may_be_committed(before, left) and self._pendings.is_latest(number) and not replaces
             noted, fault = steps.prepare(exchange, number, noted, replaces=replaces)
             answer = agree_on(
                 exchange,
                 steps,
                 before,
-                StepBegin(number, saved, fault, self._tolerance.failures, left),
+                StepBegin(number, saved, fault, self._tolerance.failures, self._left() if stops else None),
                 new=not replaces,
                 incremental=self._incremental,
                 expect_few=self._tolerance.expect_few,
-                choose=lambda left: self._choose(left, app_state),
+                choose=lambda left, near: self._choose(left, app_state, near=near),
             )
             exchange.close()
         self._measured.at_step(number)
@@ -357,10 +363,13 @@ class SnapshotManager:
         """Return the seconds until the job is killed, None if unknown."""
         return self._deadline.left(self._stopped if self._signals.at is None else self._signals.at)
 
-    def _choose(self, left: float, app_state: AppState) -> tuple[Saved, float]:
-        """Return what is saved in the time that is left, and the time for all. A running save shares the storage."""
+    def _choose(self, left: float, app_state: AppState, *, near: bool) -> tuple[Saved, float]:
+        """Return what is saved in the time that is left, and the time for all. A running save shares the storage.
+
+        `near`: False if a host cannot write near.
+        """
         slowest = self._measured.slowest() * (2 if self._pendings.busy() else 1)
-        costs = SaveCosts(slowest, self._steps.upload_seconds(), self._steps.outlives_host())
+        costs = SaveCosts(slowest, self._steps.upload_seconds(RESERVE / 2), near and self._steps.outlives_host())
         return choose_save(left, costs, lambda: parameter_share(app_state)), costs.whole
 
     @contextmanager
@@ -602,17 +611,27 @@ class SnapshotManager:
     def _ask_to_stop(self, question: str) -> bool:
         if not self._stopping:
             told = self._deadline.told()
-            near = told is not None and told <= max(AHEAD, 2 * self._measured.slowest())
+            ahead = AHEAD if told is None else max(AHEAD, 2 * (self._measured.slowest() + self._upload_seconds()))
+            near = told is not None and told <= ahead
             self._stopping = self._channels.ask(question, self._signals.number is not None or near)
             if self._stopping:
                 number = self._signals.number
                 own = signal.Signals(number).name if number else "the deadline" if near else "another rank's signal"
-                self._stopped, self._leads = time.monotonic(), ranks_of(self._pg).rank == 0
+                self._leads = ranks_of(self._pg).rank == 0
+                if told is None or told > 2 * ahead:  # else perhaps nobody sent a signal, since a source tells the time
+                    self._stopped = time.monotonic()
                 left = self._left()
                 emit("stopping", "should_stop", str(self._url), reason=own, left=left)
                 rest = "" if left is None else f"; {duration_text(max(0.0, left))} are left"
                 log.info("should_stop %s: stopping because of %s%s", self._url, own, rest)
         return self._stopping
+
+    def _upload_seconds(self) -> float:
+        """Return what an upload needs, as it was known some seconds ago: this is called in each step."""
+        now = time.monotonic()
+        if now >= self._ask_again:
+            self._ask_again, self._upload = now + ASKED_AGAIN, self._steps.upload_seconds(0.0)
+        return self._upload
 
     def advice(self, mtbf: Duration) -> Advice:
         """Return the interval between takes that loses least time, from the takes and steps of this rank so far.
@@ -639,6 +658,11 @@ class SnapshotManager:
         if self._pid != os.getpid():
             return
         try:
+            left = self._left() if self._stopping and self in open_managers else None
+            if left is not None:
+                running = self._pendings.settle(time.monotonic() + left - RESERVE)
+                if running is not None:  # a rank may be dead, and this process may be killed while it waits
+                    self._last.log(self._url, running)
             self._pendings.close()
             for each in self._steps.exporters:
                 each.close(patient=patient)
@@ -647,7 +671,7 @@ class SnapshotManager:
             self._signals.close()
             self._deadline.close()
             if self._stopping and self in open_managers and (self._leads or self._last.failure):
-                self._last.log(self._url)
+                self._last.log(self._url, far=self._steps.flushed)
         open_managers.discard(self)
 
     def __enter__(self) -> SnapshotManager:
@@ -668,10 +692,11 @@ class SnapshotManager:
         return f"<SnapshotManager {self._url}: keep {self._keep or 'all'}>"
 
 
-def _note_saved(taken: Snapshot | PendingSnapshot, begun: Begun) -> None:
-    """Say in the report of a take what was saved."""
-    if begun.saved != "whole" and taken.report is not None:
-        taken.report = replace(taken.report, saved=begun.saved)
+def _note_saved(taken: Snapshot | PendingSnapshot, begun: Begun, *, far: bool = True) -> None:
+    """Say in the report of a take what was saved. `far`: False if a job that stops has not waited for its upload."""
+    saved = begun.saved if far or begun.saved != "whole" else "near"
+    if saved != "whole" and taken.report is not None:
+        taken.report = replace(taken.report, saved=saved)
 
 
 open_managers: weakref.WeakSet[SnapshotManager] = weakref.WeakSet()

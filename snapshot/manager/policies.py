@@ -198,7 +198,8 @@ def choose_kept(policy: Policy | None, taken: Sequence[Taken], now: float) -> di
     """Return the kept steps with the reasons. The newest good one is always kept; without a policy all are.
 
     Suspect steps are decided among themselves. So none takes the place of a good one, and none is the best. The newest
-    of them is kept, too, unless a policy needs sizes. A step is kept until its lifetime is over, and then by no policy.
+    of them is kept, too, unless a policy needs sizes. A step with a lifetime is kept until that is over, and counts for
+    no policy.
     Raise SnapshotError if the policy does.
     """
     found: dict[int, list[str]] = {}
@@ -206,9 +207,12 @@ def choose_kept(policy: Policy | None, taken: Sequence[Taken], now: float) -> di
     for suspect in sorted({each.suspect for each in taken if each.counts}):
         these = [each for each in taken if each.counts and each.suspect == suspect]
         live = [each for each in these if each.expires is None or each.expires > now]
-        asked = [replace(each, suspect=False, metrics={}) for each in live] if suspect else live
+        lasting = [each for each in live if each.expires is None]  # no step goes for one that goes later anyway
+        asked = [replace(each, suspect=False, metrics={}) for each in lasting] if suspect else lasting
         kept = {each.step: [f"until {time_text(each.expires)}"] for each in live if each.expires is not None}
         for each in split_policy(policy) if policy is not None and live else ():
+            if not asked and not each.needs_sizes:
+                continue
             for step in _ask(each, taken if each.needs_sizes else asked, now) & {one.step for one in live}:
                 kept.setdefault(step, []).append(str(each))
         if policy is None:

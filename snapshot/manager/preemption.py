@@ -10,11 +10,14 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from glob import escape
 from typing import Any
+
+import torch
 
 from snapshot.events import emit, log
 from snapshot.reports import SAVED, Saved
@@ -44,17 +47,21 @@ class Deadline:
         if not any(not callable(each) for each in several) and Settings.current().deadline:
             several.append(Settings.current().deadline)
         self._seconds = [seconds_of(each, "deadline") for each in several if not callable(each)]
-        self._sources = {each: _Source(each) for each in several if callable(each)}
+        self._sources = [_Source(each) for each in several if callable(each)]
         self._done = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     def told(self) -> float | None:
         """Return the seconds until the time that a source tells; None if none tells one."""
-        if self._sources and self._thread is None and not self._done.is_set():
-            self._poll()  # the first call of a manager knows it
-            self._thread = threading.Thread(target=self._watch, name="snapshot-deadline", daemon=True)
-            self._thread.start()
-        times = [each.at for each in self._sources.values() if each.at is not None]
+        if self._sources and not self._threads and not self._done.is_set():
+            for each in self._sources:  # one that does not answer delays no other
+                work = partial(each.watch, self._done)
+                self._threads.append(threading.Thread(target=work, name="snapshot-deadline", daemon=True))
+                self._threads[-1].start()
+            end = time.monotonic() + PERIOD
+            for each in self._sources:  # the first call of a manager knows it, unless a source is slow
+                each.asked.wait(max(0.0, end - time.monotonic()))
+        times = [at for each in self._sources if (at := each.at) is not None]
         return min(times) - time.time() if times else None
 
     def left(self, signalled: float | None) -> float | None:
@@ -62,14 +69,6 @@ class Deadline:
         found = [] if signalled is None else [signalled + each - time.monotonic() for each in self._seconds]
         told = self.told()
         return min([*found, *([] if told is None else [told])], default=None)
-
-    def _poll(self) -> None:
-        for each in self._sources.values():
-            each.ask()
-
-    def _watch(self) -> None:
-        while not self._done.wait(PERIOD):
-            self._poll()
 
     def close(self) -> None:
         """Stop calling the sources. One that does not return is left alone."""
@@ -83,11 +82,24 @@ class _Source:
         self._ask = ask
         self._failed = False
         self.at: float | None = None
+        self.asked = threading.Event()
+        """Set after the first call."""
+
+    def watch(self, done: threading.Event) -> None:
+        """Ask until `done`."""
+        while True:
+            self.ask()
+            self.asked.set()
+            if done.wait(PERIOD):
+                return
 
     def ask(self) -> None:
         try:
             found = self._ask()
-            self.at = found.timestamp() if isinstance(found, datetime) else None if found is None else float(found)
+            at = found.timestamp() if isinstance(found, datetime) else None if found is None else float(found)
+            if at is not None and not math.isfinite(at):
+                raise ValueError(f"the time must be finite seconds since the epoch, got {at}")
+            self.at = at
         except Exception as error:  # noqa: BLE001 - training must not end by what tells when it ends
             if not self._failed:
                 log.warning("deadline: %r failed: %s: %s", self._ask, type(error).__name__, error)
@@ -132,16 +144,24 @@ def choose_save(left: float, costs: SaveCosts, share: Callable[[], float]) -> Sa
 def parameter_share(app_state: AppState) -> float:
     """Return the part of the bytes of an app state that are not the state of optimizers; 1 if there is none to omit.
 
-    What neither a module nor an optimizer has is not counted, so the part is rather too large.
+    What objects of the application have in their state is not counted, only modules, optimizers and dictionaries.
     """
     kept = omitted = 0
     for key, stateful in app_state.items():
         found = ModuleMap(key, stateful)
-        kept += sum(each.nbytes for _, each in found.parameters())
+        kept += sum(each.nbytes for _, each in found.parameters()) + _nbytes(stateful)
+        kept += sum(_nbytes(module._buffers) for _, module in found.modules)  # noqa: SLF001 - no walk for each module
         for optimizer in found.optimizers:
             states = [value for state in optimizer.state.values() for value in getattr(state, "values", list)()]
             omitted += sum(getattr(value, "nbytes", 0) for value in states)
     return kept / (kept + omitted) if omitted else 1.0
+
+
+def _nbytes(value: Any) -> int:
+    """Return the bytes of the tensors in a value."""
+    if isinstance(value, (Mapping, list, tuple)):
+        return sum(map(_nbytes, value.values() if isinstance(value, Mapping) else value))
+    return value.nbytes if isinstance(value, torch.Tensor) else 0
 
 
 def without_optimizers(options: TakeOptions, app_state: AppState) -> TakeOptions:
@@ -177,11 +197,17 @@ class LastSave:
         """Record that a save failed. If the job does not end, a later one takes its place."""
         self._text, self.failure = f"step {step} was not saved: {type(error).__name__}: {error}", True
 
-    def log(self, url: object) -> None:
-        """Log the end of a job that was told to stop: what was saved, and the step that the next start goes on from."""
+    def log(self, url: object, running: int | None = None, *, far: bool = True) -> None:
+        """Log the end of a job that was told to stop: what was saved, and the step that the next start goes on from.
+
+        `running`: a step whose take is not over yet. `far`: False if an upload was not over when the time was.
+        """
         good = "no step of this process is good" if self.good is None else f"the last good step is {self.good}"
         level = logging.WARNING if self._tight or self.failure else logging.INFO
-        log.log(level, "%s: stopped; %s; %s", url, self._text or "nothing was saved since", good)
+        text = self._text or "nothing was saved since"
+        text += "" if running is None else f"; step {running} is still being saved"
+        text += "" if far else "; it is not in the root yet"
+        log.log(level, "%s: stopped; %s; %s", url, text, good)
 
 
 def partial_note(left: float | None) -> dict[str, Any]:

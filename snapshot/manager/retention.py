@@ -170,7 +170,7 @@ def _of_snapshots(
         good = {step: each for step, each in good.items() if step not in found}
     # without an undamaged snapshot, remove none: a damaged one is better than nothing
     going = [step for step in taken if step not in kept and step not in broken] if good else []
-    going = [step for step in going if policy is not None or step not in left]
+    going = [step for step in going if policy is not None or step not in {*left, *damaged}]
     if policy is not None and (going or thorough):
         expect_metrics(root, policy, taken.values())
     ids = {step: head.save_id for step, head in heads.items() if isinstance(head, ManifestHead)}

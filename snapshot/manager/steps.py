@@ -102,6 +102,8 @@ class Steps(ABC):
         self.root, self.pg, self.allow_pickle = given.root, given.pg, given.allow_pickle
         self.until = math.inf
         """Monotonic time until which a job that stops may wait for its steps."""
+        self.flushed = True
+        """False if the last `flush` ended before the steps were in the root."""
         self.using: set[int] = set()
         """Steps that are being restored."""
         self.damaged: set[int] = set()
@@ -253,8 +255,11 @@ class Steps(ABC):
         """Return True if a step that is not in the root yet is still there when this host is gone."""
         return False
 
-    def upload_seconds(self) -> float:
-        """Return the mean time from a take until it is in the root, beyond the take itself. In a plain root it is 0."""
+    def upload_seconds(self, patience: float | None = None) -> float:
+        """Return the mean time from a take until it is in the root, beyond the take itself. In a plain root it is 0.
+
+        `patience`: seconds after which the time that was known last is returned.
+        """
         return 0.0
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ Options are checked at the manager's creation, so that they cannot fail in the m
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -165,10 +166,13 @@ class PendingTakes:
         """Return True if any take is running."""
         return any(not each.done() for each in list(self._all.values()))
 
-    def settle(self) -> None:
-        """Wait for all takes."""
-        for pending in list(self._all.values()):
-            wait_for_pending(pending)
+    def settle(self, until: float = math.inf) -> int | None:
+        """Wait for all takes, at most until a monotonic time. Return a step whose take is still running, if any."""
+        for step, pending in list(self._all.items()):
+            wait_for_pending(pending, until)
+            if not pending.done():
+                return step
+        return None
 
     def close(self) -> None:
         """Wait for all takes, and forget them."""
@@ -177,9 +181,9 @@ class PendingTakes:
         self._latest = None
 
 
-def wait_for_pending(pending: PendingSnapshot) -> None:
+def wait_for_pending(pending: PendingSnapshot, until: float = math.inf) -> None:
     """Wait until a take is over, without raising: `wait()` would keep its failure from being logged."""
-    while not pending.done():
+    while not pending.done() and time.monotonic() < until:
         time.sleep(0.005)
 
 

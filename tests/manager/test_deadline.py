@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from snapshot import KeepBest, KeepLatest, RestoreError, RestoreOptions, Snapshot, SnapshotManager, StateDict
-from snapshot.errors import CorruptSnapshotError, RankError
+from snapshot.errors import CorruptSnapshotError, RankError, SnapshotError
 from snapshot.manager import preemption
 from snapshot.manager.preemption import Deadline
 from snapshot.state.model_state import ModelState
@@ -122,6 +122,20 @@ def test_take_without_a_measured_save_saves_all(tmp_path, left):
         assert manager.take(1, training()).report.saved == "whole"
 
 
+@pytest.mark.parametrize("where", ["buffer", "dictionary"])
+def test_step_of_parameters_counts_what_it_saves_besides(where, tmp_path, left):
+    state, other = training(), torch.zeros(100, 64, 64)
+    if where == "buffer":
+        state["model"].register_buffer("cache", other)
+    else:
+        state["ema"] = StateDict(tensors=[{"x": other}])
+    with SnapshotManager(tmp_path) as manager:
+        manager._measured.slowest = lambda: 10.0
+        left(9)
+        stop(manager)
+        assert manager.take(20, state).report.saved == "none"
+
+
 def test_take_that_runs_with_another_counts_twice(tmp_path, left):
     state = training()
     url = f"stalling+file://{tmp_path}"
@@ -133,6 +147,33 @@ def test_take_that_runs_with_another_counts_twice(tmp_path, left):
         stop(manager)
         assert manager.take(2, state).report.saved == "parameters"
         stall.release()
+
+
+def test_close_says_what_is_good_before_the_deadline_if_a_take_does_not_end(tmp_path, caplog, monkeypatch):
+    heard = threading.Event()
+    monkeypatch.setattr(logging.getLogger("snapshot"), "filters", [lambda record: _hear(record, heard)])
+    with stalling(on="write", path="*data/*.safetensors", nth=2, times=1) as stall:
+        manager = SnapshotManager(f"stalling+file://{tmp_path}", deadline="1.2s")
+        manager.take(10, training())
+        manager.async_take(20, training())
+        stall.wait_reached()
+        stop(manager)
+        with pytest.raises(SnapshotError, match="the deadline is near"):
+            manager.take(20, training())
+        closing = threading.Thread(target=manager.close)
+        closing.start()
+        assert heard.wait(30)
+        assert "step 20 is still being saved; the last good step is 10" in caplog.text
+        stall.release()
+        closing.join()
+        assert manager.steps() == [10, 20]
+    assert "the last good step is 20" in caplog.text
+
+
+def _hear(record, heard):
+    if "is still being saved" in record.getMessage():
+        threading.Timer(0, heard.set).start()  # once it is in the log
+    return True
 
 
 def test_deadline_begins_with_the_signal(tmp_path, monkeypatch, caplog, told):
@@ -170,9 +211,43 @@ def test_should_stop_by_a_source_of_the_deadline(kind, tmp_path, monkeypatch):
         assert manager.should_stop()
         assert manager.should_stop()
         assert 0 < manager._deadline.left(None) <= 30
-    thread = manager._deadline._thread
+    [thread] = manager._deadline._threads
     thread.join(30)
     assert not thread.is_alive()
+
+
+def test_time_from_a_signal_does_not_count_if_only_a_source_tells_the_end(tmp_path):
+    with SnapshotManager(tmp_path, deadline=["5s", lambda: time.time() + 50]) as manager:
+        manager.take(10, training())
+        manager._measured.slowest = lambda: 20.0
+        assert manager.should_stop()
+        assert manager.take(20, training()).report.saved == "whole"
+
+
+def test_source_that_does_not_answer_stops_neither_the_loop_nor_another_source(tmp_path, monkeypatch):
+    monkeypatch.setattr(preemption, "PERIOD", 0.01)
+    answered, asked = threading.Event(), threading.Semaphore(0)
+    at = [None]
+
+    def other():
+        asked.release()
+        return at[0]
+
+    with SnapshotManager(tmp_path, deadline=[answered.wait, other], signals=()) as manager:
+        assert not manager.should_stop()
+        at[0] = time.time() + 30
+        for _ in range(3):
+            asked.acquire()
+        assert manager.should_stop()
+        answered.set()
+
+
+@pytest.mark.parametrize("told", [float("inf"), float("nan")])
+def test_source_that_tells_no_finite_time_is_as_one_that_fails(told, tmp_path, caplog):
+    with SnapshotManager(tmp_path, deadline=lambda: told) as manager:
+        stop(manager)
+        assert manager.take(10, training()).report.saved == "whole"
+    assert caplog.text.count("the time must be finite") == 1
 
 
 def test_source_that_fails_is_logged_once_and_asked_again(tmp_path, monkeypatch, caplog):
@@ -243,6 +318,20 @@ def _differs(folder):
 
 def test_ranks_save_the_same_by_the_least_time_that_is_left(three, folder):
     assert three.run(_differs, folder) == [("parameters", None)] * 3
+
+
+def _hears_of_a_source(folder):
+    """A source tells the end, to rank 1 later than to rank 0, and no rank got a signal."""
+    deadline = ["5s", lambda: time.time() + (70 if dist.get_rank() == 1 else 50)]
+    with SnapshotManager(folder, timeout=30, deadline=deadline) as manager:
+        manager._measured.slowest = lambda: 20.0
+        while not manager.should_stop():
+            pass
+        return manager.take(20, training()).report.saved
+
+
+def test_ranks_use_the_time_that_a_source_tells_also_if_they_stop_for_another_rank(three, folder):
+    assert three.run(_hears_of_a_source, folder) == ["whole"] * 3
 
 
 def _loses_a_rank(folder):

@@ -287,6 +287,19 @@ def test_take_lifetime_without_keep_removes_expired_steps_and_nothing_else(tmp_p
     assert old.exists()
 
 
+def test_take_lifetime_without_keep_removes_no_step_that_a_restore_passed_over(tmp_path):
+    with manager_of(tmp_path) as manager:
+        take(manager, 1, 2)
+    [data] = (tmp_path / "step-2" / "data").glob("*.safetensors")
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    with manager_of(tmp_path) as manager:
+        assert manager.restore_latest(state(0)) == 1
+        manager.take(3, state(3), lifetime="1h")
+    assert steps_in(tmp_path) == [1, 2, 3]
+
+
 def test_take_lifetime_that_is_over_spares_pinned_steps_and_bases(tmp_path):
     run = Run()
     with manager_of(tmp_path) as manager:

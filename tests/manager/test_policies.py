@@ -179,10 +179,17 @@ def test_checked_policy_without_sizes_refuses_keep_within() -> None:
         checked_policy(KeepWithin(1, KeepBest("loss")), metrics=False)
 
 
+def test_step_with_a_lifetime_takes_no_place_of_one_without() -> None:
+    there = [Taken(1, metrics={"loss": 0.5}), Taken(2, metrics={"loss": 0.1}, expires=NOW + 1), Taken(3), Taken(4)]
+    assert choose_kept(KeepBest("loss"), there, NOW).keys() == {1, 2, 4}
+    assert choose_kept(KeepWithin("1kB", KeepBest("loss")), there, NOW).keys() == {1, 2, 4}
+
+
 def test_choose_kept_keeps_until_the_lifetime_is_over_and_then_no_longer() -> None:
     there = [Taken(1, expires=NOW + 1), Taken(2, expires=NOW), Taken(3), Taken(4), Taken(5, expires=NOW - 1)]
     kept = choose_kept(KeepLatest(3), there, NOW)
-    assert {step: why[-1] for step, why in kept.items()} == {1: "latest 3", 3: "latest 3", 4: "latest 3", 5: "newest"}
+    until = "until 1970-01-12 13:46 UTC"
+    assert {step: why[-1] for step, why in kept.items()} == {1: until, 3: "latest 3", 4: "latest 3", 5: "newest"}
     assert choose_kept(None, there, NOW).keys() == {1, 3, 4, 5}
     assert choose_kept(KeepEvery(7), there, NOW).keys() == {1, 5}
     assert KeepWithin(1).keep([Taken(1, expires=NOW + 1, sizes={"a": 9}), Taken(2)], NOW) == {1, 2}
