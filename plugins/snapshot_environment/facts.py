@@ -6,6 +6,7 @@ variables of the environment, are recorded as digests.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import sys
@@ -65,6 +66,8 @@ def note(**values: str | float | bool | None) -> None:
     for name, value in values.items():
         if value is not None and not isinstance(value, (str, int, float, bool)):
             raise TypeError(f"{name} must be a text, a number, True, False or None, got {type(value).__name__}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value}")
     made = {name: value for name, value in (_noted | values).items() if value is not None}
     size = len(msgspec.json.encode(made))
     if size > MOST_NOTED:
@@ -88,7 +91,7 @@ def describe(statefuls: Sequence[ModuleMap], world: int) -> dict[str, Any]:
         "policies": dict(_policies(statefuls)),
         "optimizers": dict(_optimizers(statefuls)),
         "variables": _variables(),
-        "command": _digest("\0".join(sys.argv)),
+        "command": _digest("\0".join(map(str, sys.argv))),
         "application": dict(_noted),
     }
     return {name: value for name, value in found.items() if value not in ({}, None)}

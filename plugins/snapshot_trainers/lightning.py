@@ -30,6 +30,7 @@ from snapshot.io.url import URL
 from snapshot.manager.policies import KeepBest, KeepLatest, Policy, checked_policy, every_policy, split_policy
 from snapshot.manager.retention import remove_unkept
 from snapshot.manager.root import Root
+from snapshot.manager.thinning import KeepSpread, KeepWithin
 from snapshot.manager.step_metadata import add_note, checked_metrics
 from snapshot.manifest.document import OWN_FORMATS
 from snapshot.save.take_options import TAKE_OPTIONS, TakeOptions
@@ -410,13 +411,14 @@ class SnapshotCallback(_LightningCallback):  # type: ignore[misc]
         """Remove snapshots that are not kept, and return the steps that are left. `steps`: in the order of writing.
 
         Steps after the newest are those of an earlier `fit`, so they are older. They fill the places of `KeepLatest`
-        that are still free.
+        that are still free. A limit of bytes and `KeepSpread` cannot say which of them to remove, so those stay.
         """
         assert self._keep is not None
         earlier = [step for step in steps if step > newest]
         left = remove_unkept(self._root, self._keep, [step for step in steps if step <= newest], leftovers=True)
         places = max((each.n for each in split_policy(self._keep) if isinstance(each, KeepLatest)), default=0)
-        gone = earlier[: max(0, len(earlier) - max(0, places - len(left)))]
+        undecided = any(isinstance(each, (KeepWithin, KeepSpread)) for each in every_policy(self._keep))
+        gone = [] if undecided else earlier[: max(0, len(earlier) - max(0, places - len(left)))]
         if gone:
             left |= remove_unkept(self._root, self._keep, [newest, *gone], ignored=gone)
         return left | {*earlier}.difference(gone)

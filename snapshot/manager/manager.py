@@ -173,6 +173,7 @@ class SnapshotManager:
         self._pid = os.getpid()
         self._signals = Signals(checked_signals(signals))
         weakref.finalize(self, self._signals.close)  # the signals would have no effect any more
+        weakref.finalize(self, self._deadline.close)
         open_managers.add(self)
 
     # Save
@@ -404,7 +405,8 @@ class SnapshotManager:
         self._steps.damaged.discard(begun.step)
         self._tolerance.succeeded()
         self._cadence.committed(begun.step)
-        if begun.saved in ("whole", "near"):
+        suspect = report is not None and any(getattr(each, "acts", False) for each in report.findings)
+        if begun.saved in ("whole", "near") and not suspect:
             self._last.good = begun.step
         self._measured.durable(began)
         self._steps.committed(begun, began, report)

@@ -34,6 +34,8 @@ RESERVE = 1.0
 """Seconds that a process needs to end after its last save."""
 AHEAD = 60.0
 """Seconds before the time that a source tells, or twice the time of a save if that is more, in which the job stops."""
+OVERDUE = 60.0
+"""Seconds after a deadline from which on it does not count: the process is still there."""
 PERIOD = 1.0
 """Seconds between two calls of a source. They run in a thread, since a source may ask a server that does not answer."""
 
@@ -68,7 +70,8 @@ class Deadline:
         """Return the seconds until the kill, None if unknown. `signalled`: monotonic time of a stop signal, if any."""
         found = [] if signalled is None else [signalled + each - time.monotonic() for each in self._seconds]
         told = self.told()
-        return min([*found, *([] if told is None else [told])], default=None)
+        times = [each for each in (*found, told) if each is not None and each > -OVERDUE]
+        return min(times, default=None)
 
     def close(self) -> None:
         """Stop calling the sources. One that does not return is left alone."""

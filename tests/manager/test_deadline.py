@@ -115,6 +115,25 @@ def test_step_of_parameters_only_removes_no_whole_step(tmp_path, left):
     assert SnapshotManager(tmp_path, keep=keep, signals=()).steps() == [10, 20]
 
 
+def test_exit_line_names_a_step_that_is_not_suspect(tmp_path, caplog):
+    state = training()
+    with SnapshotManager(tmp_path, deadline="60s") as manager:
+        manager.take(10, state)
+        with torch.no_grad():
+            next(iter(state["model"].parameters())).fill_(torch.nan)
+        stop(manager)
+        manager.take(20, state)
+    assert manager.last_good() == 10
+    assert "the last good step is 10" in caplog.text
+
+
+def test_deadline_that_is_long_over_does_not_count(tmp_path):
+    """The scheduler has not killed the job, so there is time to save all of it."""
+    deadline = Deadline("10s")
+    assert -51 < deadline.left(time.monotonic() - 60) < -49
+    assert deadline.left(time.monotonic() - 80) is None
+
+
 def test_take_without_a_measured_save_saves_all(tmp_path, left):
     with SnapshotManager(tmp_path) as manager:
         left(1.5)

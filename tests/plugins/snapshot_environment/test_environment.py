@@ -38,7 +38,7 @@ def lines(caplog, level=logging.WARNING):
 
 
 def test_take_records_versions_ranks_and_switches(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py", "--token", "hunter2"])
+    monkeypatch.setattr(sys, "argv", ["train.py", "--token", "hunter2", tmp_path])
     monkeypatch.setenv("NCCL_ALGO", "Ring-of-hunter2")
     note(tokenizer="v3", shuffled=True)
     Snapshot.take(tmp_path / "s", training(fused=True))
@@ -186,7 +186,7 @@ def test_copy_keeps_the_environment_of_its_take(tmp_path):
 
 @pytest.mark.parametrize(
     ("given", "error"),
-    [({"a": [1]}, TypeError), ({"a": torch.ones(1)}, TypeError), ({"a": "x" * (65 << 10)}, ValueError)],
+    [({"a": [1]}, TypeError), ({"a": torch.ones(1)}, TypeError), ({"a": "x" * (65 << 10)}, ValueError), ({"a": float("nan")}, ValueError)],
 )
 def test_note_refuses_what_does_not_belong_into_a_manifest(given, error):
     note(before=1)

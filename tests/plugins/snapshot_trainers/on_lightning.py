@@ -829,6 +829,16 @@ def test_lightning_checkpoint_io_with_a_memory_root(asynchronous):
     assert not fsspec.filesystem("memory").exists(f"{saved[0]}/.snapshot_metadata")
 
 
+@pytest.mark.parametrize("keep", [KeepWithin("1GB"), KeepWithin("1GB", KeepLatest(3)), KeepSpread()])
+def test_lightning_callback_keeps_steps_of_an_earlier_fit_that_a_limit_says_nothing_about(tmp_path, keep):
+    model = Few()
+    settings = {"plugins": [SnapshotCheckpointIO()], **QUIET, "enable_checkpointing": False}
+    callback = SnapshotCallback(str(tmp_path), every_n_steps=1, keep=keep)
+    for epochs in (2, 1):  # the steps of the second fit have lower numbers
+        pl.Trainer(max_epochs=epochs, callbacks=[callback], **settings).fit(model)
+    assert {each.name for each in tmp_path.glob("step-*")} >= {"step-2", "step-3", "step-4"}
+
+
 def test_lightning_callback_with_a_memory_root():
     callback = SnapshotCallback("memory://lightning-callback", every_n_steps=1)
     settings = {"plugins": [SnapshotCheckpointIO()], "callbacks": [callback], **QUIET, "enable_checkpointing": False}
