@@ -17,16 +17,18 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from snapshot.errors import SnapshotError, SnapshotExistsError, StorageNotFoundError
+from snapshot.errors import SnapshotError, SnapshotExistsError, StorageError
+from snapshot.formats.foreign import is_absence
 from snapshot.io.aio import gather_limited
 from snapshot.io.loop import run
 from snapshot.io.system import lower_priority, sync_folder
 from snapshot.io.url import URL
-from snapshot.manager.root import Root, list_folder
+from snapshot.manager.root import UNREADABLE, Root, list_folder
 from snapshot.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -62,8 +64,10 @@ class ExportFolders:
                 return (await session.storage.get(f"{self.path(step)}/{MADE_OF}", limit=1 << 10)).decode(
                     errors="replace"
                 )
-            except StorageNotFoundError:
-                return None
+            except StorageError as error:
+                if is_absence(session.storage, error) or error.errno in UNREADABLE:  # then it is none of ours
+                    return None
+                raise
 
     async def write(self, path: str, save_id: str) -> None:
         async with self.root.opened() as session:
@@ -135,7 +139,10 @@ def main() -> None:
     lower_priority(LOWEST, IDLE)
     torch.set_num_threads(1)
     name, root, options, job, parent = pickle.load(sys.stdin.buffer)  # noqa: S301 - the parent's own
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the next manager removes what was written
+    with suppress(OSError):  # without memory, the system ends this process, and not the training
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    with suppress(AttributeError):  # Linux has it
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the next manager removes what was written
     if os.getppid() != parent:
         os._exit(1)
     try:

@@ -630,8 +630,8 @@ class SnapshotManager:
     def close(self) -> None:
         """Wait for running takes, exports and removals, and restore the signal handlers. Failures are logged.
 
-        Exports are not waited for if `should_stop` has returned True. If a signal arrives in the meantime,
-        `should_stop` returns True afterwards.
+        Exports are not waited for if `should_stop` has returned True, or once a signal to stop has arrived. After that,
+        `should_stop` returns True.
         """
         self._close(patient=not self._stopping)
 
@@ -641,7 +641,7 @@ class SnapshotManager:
         try:
             self._pendings.close()
             for each in self._steps.exporters:
-                each.close(patient=patient)
+                each.close(patient=lambda: patient and self._signals.number is None)
             self._steps.close()
         finally:
             self._signals.close()
