@@ -47,7 +47,7 @@ class ExportFolders:
     def __init__(self, root: Root, name: str) -> None:
         self.root, self.name = root, name
         self.folder = root.url.location if root.url.scheme == "file" else ""
-        self.pattern = re.compile(rf"(?:\.export-)?step-(0|[1-9][0-9]{{0,17}})-{name}/?")
+        self.pattern = re.compile(rf"(?:\.export-(?:[0-9a-f]{{8}}-)?)?step-(0|[1-9][0-9]{{0,17}})-{name}/?")
 
     def path(self, step: int) -> str:
         """Return the name of an export in the root, which no list of steps takes for one of them."""
@@ -110,9 +110,7 @@ class ExportFolders:
         if run(self.read(step)) is None:
             return
         if self.folder:
-            aside = f"{self.folder}/.export-{self.path(step)}"
-            os.rename(f"{self.folder}/{self.path(step)}", aside)
-            shutil.rmtree(aside, ignore_errors=True)  # a look may remove it, too
+            self._discard(self.path(step))
             return
 
         async def delete() -> None:
@@ -129,7 +127,14 @@ class ExportFolders:
         """Remove what killed processes have left. Nothing may be running."""
         for each in os.listdir(self.folder) if self.folder else ():
             if each.startswith(".export-") and self.pattern.fullmatch(each):
-                shutil.rmtree(f"{self.folder}/{each}", ignore_errors=True)
+                with suppress(FileNotFoundError):  # another manager was faster
+                    self._discard(each)
+
+    def _discard(self, name: str) -> None:
+        """Remove a folder, under a name that no process writes to or publishes."""
+        aside = f"{self.folder}/.export-{os.urandom(4).hex()}-{name[name.index('step-') :]}"
+        os.rename(f"{self.folder}/{name}", aside)
+        shutil.rmtree(aside, ignore_errors=True)  # a look may remove it, too
 
 
 def main() -> None:
