@@ -601,8 +601,7 @@ class SnapshotManager:
 
     def _ask_to_stop(self, question: str) -> bool:
         if not self._stopping:
-            told = self._deadline.told()
-            near = told is not None and told <= max(AHEAD, 2 * self._measured.slowest())
+            near = self._is_near()
             self._stopping = self._channels.ask(question, self._signals.number is not None or near)
             if self._stopping:
                 number = self._signals.number
@@ -613,6 +612,11 @@ class SnapshotManager:
                 rest = "" if left is None else f"; {duration_text(max(0.0, left))} are left"
                 log.info("should_stop %s: stopping because of %s%s", self._url, own, rest)
         return self._stopping
+
+    def _is_near(self) -> bool:
+        """Return True if a source tells that the job will soon be killed."""
+        told = self._deadline.told()
+        return told is not None and told <= max(AHEAD, 2 * self._measured.slowest())
 
     def advice(self, mtbf: Duration) -> Advice:
         """Return the interval between takes that loses least time, from the takes and steps of this rank so far.
@@ -630,8 +634,8 @@ class SnapshotManager:
     def close(self) -> None:
         """Wait for running takes, exports and removals, and restore the signal handlers. Failures are logged.
 
-        Exports are not waited for if `should_stop` has returned True, or once a signal to stop has arrived. After that,
-        `should_stop` returns True.
+        Exports are not waited for if `should_stop` has returned True, or as soon as a signal to stop arrives, or the
+        deadline is near. After such a signal, `should_stop` returns True.
         """
         self._close(patient=not self._stopping)
 
@@ -641,7 +645,7 @@ class SnapshotManager:
         try:
             self._pendings.close()
             for each in self._steps.exporters:
-                each.close(patient=lambda: patient and self._signals.number is None)
+                each.close(patient=lambda: patient and self._signals.number is None and not self._is_near())
             self._steps.close()
         finally:
             self._signals.close()

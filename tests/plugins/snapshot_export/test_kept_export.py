@@ -280,11 +280,15 @@ def test_close_does_not_wait_if_the_job_stops_or_fails(tmp_path, told):
     assert names(root) == ["step-1", "step-1-safetensors", "step-2", "step-2-safetensors"]
 
 
-def test_signal_to_stop_ends_the_wait_of_close(tmp_path, told):
-    manager = manager_of(tmp_path / "run", signals=[signal.SIGUSR1])
+@pytest.mark.parametrize("how", ["signal", "deadline"])
+def test_stop_ends_the_wait_of_close(how, tmp_path, told):
+    kill_at = []
+    options = {"signals": [signal.SIGUSR1], "deadline": lambda: kill_at[0] if kill_at else None}
+    manager = manager_of(tmp_path / "run", **options)
     manager.take(1, state(1))
     exporting().suspend()  # it would never end
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    stop = [os.kill, os.getpid(), signal.SIGUSR1] if how == "signal" else [kill_at.append, time.time() + 30]
+    threading.Timer(1.0, stop[0], stop[1:]).start()
     manager.close()
     assert manager.should_stop()
     assert not psutil.Process().children()
