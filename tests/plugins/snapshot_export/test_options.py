@@ -1,6 +1,7 @@
 """Options of exports are checked when they are created, and those of a manager when that is."""
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +43,8 @@ def test_kept_export_refuses_wrong_options(given, error, text):
     [
         ({"exports": KeptExport()}, TypeError, r"exports must be a list such as \[KeptExport\(...\)\], got Kept"),
         ({"exports": ["safetensors"]}, TypeError, "exports must be a list"),
+        ({"exports": [KeptExport]}, TypeError, "exports must be a list"),
+        ({"exports": [Path("out")]}, TypeError, "exports must be a list"),
         ({"exports": [KeptExport(), KeptExport()]}, ValueError, "must have different names, got safetensors, safet"),
         ({"exports": [KeptExport()], "near": Near("near")}, ValueError, "exports must be empty with `near`"),
         ({"exports": [KeptExport()], "root": "memory://x"}, ValueError, "exports must be empty for memory://x"),
