@@ -48,7 +48,7 @@ class Event:
     manager sends `tolerated`, with the number of `failures`. It sends `overdue` if `every` has passed twice without a
     commit, with the `step` and a `text`. It sends `stalled` for uploads that do not advance, with their `steps` and the
     `error` that the uploader had. With `exports`, it sends `exported`, and `export_failed` with the `error`, the number
-    of the `attempt`, and `gives_up`.
+    of the `attempt`, and `gives_up`. The attempt is 0 if the step was removed before.
 
     A manager that was told to stop sends `stopping`, with the `reason` and the seconds that are `left`, and `preempted`
     for each take after that: what was `saved`, in which `step`, and the seconds that were `left` and `needed`.

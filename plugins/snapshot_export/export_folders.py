@@ -17,16 +17,18 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from snapshot.errors import SnapshotError, SnapshotExistsError, StorageNotFoundError
+from snapshot.errors import SnapshotError, SnapshotExistsError, StorageError
+from snapshot.formats.foreign import is_absence
 from snapshot.io.aio import gather_limited
 from snapshot.io.loop import run
 from snapshot.io.system import lower_priority, sync_folder
 from snapshot.io.url import URL
-from snapshot.manager.root import Root, list_folder
+from snapshot.manager.root import UNREADABLE, Root, list_folder
 from snapshot.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ class ExportFolders:
     def __init__(self, root: Root, name: str) -> None:
         self.root, self.name = root, name
         self.folder = root.url.location if root.url.scheme == "file" else ""
-        self.pattern = re.compile(rf"(?:\.export-)?step-(0|[1-9][0-9]{{0,17}})-{name}/?")
+        self.pattern = re.compile(rf"(?:\.export-(?:[0-9a-f]{{8}}-)?)?step-(0|[1-9][0-9]{{0,17}})-{name}/?")
 
     def path(self, step: int) -> str:
         """Return the name of an export in the root, which no list of steps takes for one of them."""
@@ -62,8 +64,10 @@ class ExportFolders:
                 return (await session.storage.get(f"{self.path(step)}/{MADE_OF}", limit=1 << 10)).decode(
                     errors="replace"
                 )
-            except StorageNotFoundError:
-                return None
+            except StorageError as error:
+                if is_absence(session.storage, error) or error.errno in UNREADABLE:  # then it is none of ours
+                    return None
+                raise
 
     async def write(self, path: str, save_id: str) -> None:
         async with self.root.opened() as session:
@@ -106,9 +110,7 @@ class ExportFolders:
         if run(self.read(step)) is None:
             return
         if self.folder:
-            aside = f"{self.folder}/.export-{self.path(step)}"
-            os.rename(f"{self.folder}/{self.path(step)}", aside)
-            shutil.rmtree(aside, ignore_errors=True)  # a look may remove it, too
+            self._discard(self.path(step))
             return
 
         async def delete() -> None:
@@ -125,7 +127,14 @@ class ExportFolders:
         """Remove what killed processes have left. Nothing may be running."""
         for each in os.listdir(self.folder) if self.folder else ():
             if each.startswith(".export-") and self.pattern.fullmatch(each):
-                shutil.rmtree(f"{self.folder}/{each}", ignore_errors=True)
+                with suppress(FileNotFoundError):  # another manager was faster
+                    self._discard(each)
+
+    def _discard(self, name: str) -> None:
+        """Remove a folder, under a name that no process writes to or publishes."""
+        aside = f"{self.folder}/.export-{os.urandom(4).hex()}-{name[name.index('step-') :]}"
+        os.rename(f"{self.folder}/{name}", aside)
+        shutil.rmtree(aside, ignore_errors=True)  # a look may remove it, too
 
 
 def main() -> None:
@@ -135,7 +144,10 @@ def main() -> None:
     lower_priority(LOWEST, IDLE)
     torch.set_num_threads(1)
     name, root, options, job, parent = pickle.load(sys.stdin.buffer)  # noqa: S301 - the parent's own
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the next manager removes what was written
+    with suppress(OSError):  # without memory, the system ends this process, and not the training
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    with suppress(AttributeError):  # Linux has it
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the next manager removes what was written
     if os.getppid() != parent:
         os._exit(1)
     try:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
+from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from snapshot.events import emit, log
 from snapshot.formats.hugging_face import ExtraFiles, GivenFiles
 from snapshot.formats.registry import find_writer
 from snapshot.io.loop import is_exiting, run
-from snapshot.manager.policies import Policy, checked_policy
+from snapshot.manager.policies import KeepBest, Policy, checked_policy, every_policy, needs_sizes
 from snapshot.manager.retention import CLEANER
 from snapshot.manager.root import Root, taken_of
 from snapshot.manifest.document import ManifestHead
@@ -37,6 +38,8 @@ PATIENCE = 300.0
 """Seconds that `close` waits for exports."""
 TRIES, PAUSE = 3, 30.0
 """How often an export may fail, and the seconds after a failure, unless a step is committed or the manager closed."""
+WAITING = 2
+"""Steps that retention spares while they wait for their export, the newest ones. More would fill the disk."""
 POLL, ENDS = 0.2, 10.0
 """Seconds between two looks at a process, and for the thread to end when its process was killed."""
 BOOT = "import os; os.nice(19); from snapshot_export.export_folders import main; main()"
@@ -80,9 +83,11 @@ class KeptExport:
         if self.map is not None and not isinstance(self.map, TensorMap):
             raise TypeError(f"map must be a TensorMap, got {self.map!r}")
         try:
-            checked_policy(self.when)
+            policy = checked_policy(self.when)
         except (TypeError, ValueError) as error:
             raise type(error)(f"when: {error}") from None
+        if needs_sizes(policy):  # it would choose all: exports are chosen without sizes
+            raise ValueError(f"when must be a policy without KeepWithin, which is for `keep`, got {policy}")
         object.__setattr__(self, "name", self.name or self.to)
         if not isinstance(self.name, str) or not re.fullmatch(r"[A-Za-z][\w-]{0,63}", self.name, re.ASCII):
             raise ValueError(f"name must be letters, digits, - and _, and begin with a letter, got {self.name!r}")
@@ -122,6 +127,10 @@ class Exporter:
         """`_held`: True if a removal had to spare a step."""
         self._failures: dict[tuple[int, str], int] = {}
         self._done: dict[int, str] = {}
+        self._faults = 0
+        """Looks that have failed since the last one that did not."""
+        self._said: set[str] = set()
+        """Metrics that no step has, of which the log tells."""
 
     def committed(self, step: int) -> None:
         with self._change:
@@ -143,25 +152,41 @@ class Exporter:
 
     def needs(self, step: int) -> bool:
         with self._change:
-            needed = step == self._running or step in self._undecided or step in self._wanted
+            needed = step == self._running or step in self._undecided or step in nlargest(WAITING, self._wanted)
             self._held = self._held or needed
             return needed
 
     def removed(self, steps: Sequence[int]) -> None:
+        for step in steps:
+            with self._change:
+                late = self._wanted.pop(step, None) is not None
+            if late:
+                why = "its step was removed before its export; choose fewer with `when`, or keep more"
+                fault = SnapshotError(f"{self._where(step)}: {why}")
+                log.warning("%s", fault)
+                emit("export_failed", "export", self._where(step), step=step, error=fault, attempt=0, gives_up=True)
+        self._remove(steps)
+
+    def _where(self, step: int) -> str:
+        return str(self._root.url.join(self._folders.path(step)))
+
+    def _remove(self, steps: Sequence[int]) -> None:
         for step in steps:
             try:
                 self._folders.remove(step)
             except (SnapshotError, OSError) as error:  # a later look removes it
                 log.warning("%s: cannot remove the export of step-%d: %s", self._root.url, step, error)
 
-    def close(self, *, patient: bool) -> None:
+    def close(self, *, patient: Callable[[], bool]) -> None:
         with self._change:
-            self._closing, self._ended = True, not patient or is_exiting()
+            self._closing, self._ended = True, not patient() or is_exiting()
             if not self._ended:
                 if self._undecided or self._wanted:
                     self._look_soon()
-                if self._change.wait_for(lambda: self._thread is None, PATIENCE):
-                    return
+                end = time.monotonic() + PATIENCE
+                while patient() and time.monotonic() < end:  # a signal to stop may come meanwhile
+                    if self._change.wait_for(lambda: self._thread is None, POLL):
+                        return
                 self._ended = True
             if left := {*self._wanted, *self._undecided}:
                 names = ", ".join(f"step-{step}" for step in sorted(left))
@@ -183,8 +208,7 @@ class Exporter:
                     return
             if self._looks:
                 self._decide()
-            # the newest one first: there may be no next manager
-            failed = bool(self._wanted) and not self._export_step(max(self._wanted))
+            failed = not self._export_newest()
 
     def _decide(self) -> None:
         """Look at the root, unless that fails. The next commit looks again."""
@@ -195,8 +219,17 @@ class Exporter:
         except Exception as error:  # noqa: BLE001 - also one of a policy: training must not fail
             log.warning("%s: cannot export: %s", self._root.url, error)
             emit("failed", "export", str(self._root.url), error=error)
+            with self._change:
+                self._faults += 1
+                if self._faults < TRIES:
+                    return
+                self._undecided -= asked  # the policy may always raise, and retention must go on
+                held, self._held = self._held, False
+            if held:
+                self._released()
             return
         with self._change:
+            self._faults = 0
             self._undecided -= asked
             self._wanted = {step: each for step, each in wanted.items() if self._failures.get((step, each), 0) < TRIES}
             held, self._held = self._held, False
@@ -214,25 +247,37 @@ class Exporter:
         read = {step: head for step in on_line if isinstance(head := heads.get(step), ManifestHead)}
         ids = {step: head.save_id for step, head in read.items()}
         taken = [each for step, head in read.items() if not (each := taken_of(step, head)).suspect]
+        for one in every_policy(policy):
+            if isinstance(one, KeepBest) and taken and not any(one.metric in each.metrics for each in taken):
+                self._warn_of(one.metric)
         chosen = {each.step for each in taken} if policy is None else policy.keep(taken, time.time())
         done, here = run(self._folders.find(self._done)), {*found.committed, *found.unreadable}
         gone = [step for step, each in done.items() if step not in here or each != ids.get(step, each)]
-        self.removed([step for step in gone if step != self._running])
+        self._remove([step for step in gone if step != self._running])
         self._done = {step: each for step, each in done.items() if step not in gone}
         return {each.step: ids[each.step] for each in taken if each.step in chosen and each.step not in self._done}
 
-    def _export_step(self, step: int) -> bool:
-        """Export a step in a process. Return False if it failed."""
-        save_id, began = self._wanted[step], time.monotonic()
-        where = str(self._root.url.join(self._folders.path(step)))
+    def _warn_of(self, metric: str) -> None:
+        if metric not in self._said:
+            self._said.add(metric)
+            log.warning("%s: no step has the metric %r, so `when` exports none for it", self._root.url, metric)
+
+    def _export_newest(self) -> bool:
+        """Export the newest step that waits, in a process. Return False if it failed."""
         with self._change:
-            self._running = step
+            if not self._wanted:
+                return True
+            self._running = step = max(self._wanted)  # the newest one first: there may be no next manager
+            save_id, began = self._wanted[step], time.monotonic()
+        where = self._where(step)
         try:
             made = self._run(step, save_id)
         except Exception as error:  # noqa: BLE001 - no memory, for example, or the interpreter exits
             made = {"error": str(error)}
         with self._change:
             self._process = self._running = None
+            if "error" not in made and self._wanted.get(step) == save_id:
+                del self._wanted[step]  # also if the next look fails
         if "error" not in made:
             emit("exported", "export", where, step=step, **made, seconds=round(time.monotonic() - began, 3))
         self._decide()
@@ -241,6 +286,10 @@ class Exporter:
             fault = SnapshotError(f"{where}: {made['error']}")
             log.warning("%s (failure %d of %d)", fault, tries, TRIES)
             emit("export_failed", "export", where, step=step, error=fault, attempt=tries, gives_up=tries == TRIES)
+            if tries == TRIES:
+                with self._change:
+                    self._wanted.pop(step, None)
+                    self._looks = True  # releases it
         return "error" not in made
 
     def _run(self, step: int, save_id: str) -> dict[str, Any]:

@@ -21,8 +21,8 @@ class StepExporter(Protocol):
     def removed(self, steps: Sequence[int]) -> object:
         """Remove what was made of steps that were removed. Called in the thread that does it."""
 
-    def close(self, *, patient: bool) -> object:
-        """End. `patient`: wait for running work."""
+    def close(self, *, patient: Callable[[], bool]) -> object:
+        """End. Wait for running work, while `patient()` returns True."""
 
 
 class StepExport(Protocol):

@@ -612,9 +612,7 @@ class SnapshotManager:
 
     def _ask_to_stop(self, question: str) -> bool:
         if not self._stopping:
-            told = self._deadline.told()
-            ahead = AHEAD if told is None else max(AHEAD, 2 * (self._measured.slowest() + self._upload_seconds()))
-            near = told is not None and told <= ahead
+            near = self._is_near()
             self._stopping = self._channels.ask(question, self._signals.number is not None or near)
             if self._stopping:
                 number = self._signals.number
@@ -635,6 +633,11 @@ class SnapshotManager:
             self._ask_again, self._upload = now + ASKED_AGAIN, self._steps.upload_seconds(0.0)
         return self._upload
 
+    def _is_near(self) -> bool:
+        """Return True if a source tells that the job will soon be killed."""
+        told = self._deadline.told()
+        return told is not None and told <= max(AHEAD, 2 * (self._measured.slowest() + self._upload_seconds()))
+
     def advice(self, mtbf: Duration) -> Advice:
         """Return the interval between takes that loses least time, from the takes and steps of this rank so far.
 
@@ -651,8 +654,8 @@ class SnapshotManager:
     def close(self) -> None:
         """Wait for running takes, exports and removals, and restore the signal handlers. Failures are logged.
 
-        Exports are not waited for if `should_stop` has returned True. If a signal arrives in the meantime,
-        `should_stop` returns True afterwards.
+        Exports are not waited for if `should_stop` has returned True, or as soon as a signal to stop arrives, or the
+        deadline is near. After such a signal, `should_stop` returns True.
         """
         self._close(patient=not self._stopping)
 
@@ -667,7 +670,7 @@ class SnapshotManager:
                     self._last.log(self._url, running)
             self._pendings.close()
             for each in self._steps.exporters:
-                each.close(patient=patient)
+                each.close(patient=lambda: patient and self._signals.number is None and not self._is_near())
             self._steps.close()
         finally:
             self._signals.close()

@@ -72,7 +72,10 @@ def checked_tolerance(on_error: Any) -> Tolerate | None:
 
 def checked_exports(exports: Any, near: Any) -> tuple[StepExport, ...]:
     """Return the exports; raise TypeError or ValueError if invalid."""
-    if not isinstance(exports, (list, tuple)) or not all(hasattr(each, "open") for each in exports):
+    wrong = type, os.PathLike  # these may have the attribute, too
+    if not isinstance(exports, (list, tuple)) or not all(
+        hasattr(each, "open") and not isinstance(each, wrong) for each in exports
+    ):
         raise TypeError(f"exports must be a list such as [KeptExport(...)], got {exports!r}")
     if exports and near is not None:
         raise ValueError("exports must be empty with `near`, since no host may have a whole step; use `convert`")

@@ -186,7 +186,12 @@ def test_copy_keeps_the_environment_of_its_take(tmp_path):
 
 @pytest.mark.parametrize(
     ("given", "error"),
-    [({"a": [1]}, TypeError), ({"a": torch.ones(1)}, TypeError), ({"a": "x" * (65 << 10)}, ValueError), ({"a": float("nan")}, ValueError)],
+    [
+        ({"a": [1]}, TypeError),
+        ({"a": torch.ones(1)}, TypeError),
+        ({"a": "x" * (65 << 10)}, ValueError),
+        ({"a": float("nan")}, ValueError),
+    ],
 )
 def test_note_refuses_what_does_not_belong_into_a_manifest(given, error):
     note(before=1)

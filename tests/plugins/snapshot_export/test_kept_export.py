@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -173,6 +174,7 @@ def test_kept_export_runs_with_low_priority_and_is_repeated_after_a_kill(tmp_pat
         until(lambda: process.nice() == 19)
         until(lambda: process.ionice().ioclass == psutil.IOPRIO_CLASS_IDLE)
         assert os.getpgid(process.pid) != os.getpgid(0)
+        until(lambda: Path(f"/proc/{process.pid}/oom_score_adj").read_text() == "1000\n")
         process.kill()
         until(lambda: named(told, "exported"))
         assert named(told, "export_failed") == [("export_failed", 1)]
@@ -219,6 +221,40 @@ def test_failed_export_is_given_up_and_made_by_the_next_manager(tmp_path, told):
     assert names(root / "step-2-safetensors") == [".exported", "config.json", "model.safetensors"]
 
 
+def test_retention_spares_only_the_newest_steps_that_wait_for_exports(tmp_path, told):
+    """More steps than that would fill the disk, if exports are slower than saves."""
+    root = tmp_path / "run"
+    with manager_of(root, keep=1) as manager:
+        manager.take(1, state(1))
+        process = exporting()
+        process.suspend()
+        for step in range(2, 8):
+            manager.take(step, state(step))
+        until(lambda: names(root) == ["step-1", "step-6", "step-7"])
+        process.resume()
+    assert named(told, "exported") == [("exported", 1), ("exported", 7), ("exported", 6)]
+    skipped = [each.fields for each in told if each.name == "export_failed"]
+    assert sorted(each["step"] for each in skipped) == [2, 3, 4, 5]
+    assert {(each["attempt"], each["gives_up"]) for each in skipped} == {(0, True)}
+    assert "was removed before its export" in str(skipped[0]["error"])
+    assert names(root) == ["step-7", "step-7-safetensors"]
+
+
+def test_step_whose_export_is_given_up_is_tried_no_more(tmp_path, told, monkeypatch):
+    monkeypatch.setattr(kept_export, "PAUSE", 0.0)
+    started = tmp_path / "started"
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\necho >> {started}\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with manager_of(tmp_path / "run", KeptExport(when=KeepEvery(10)), keep=1) as manager:
+        manager.take(10, state(10))
+        manager.take(11, state(11))
+        until(lambda: manager.steps() == [11])
+    assert [each.fields["gives_up"] for each in told if each.name == "export_failed"] == [False, False, True]
+    assert len(started.read_text()) == 3
+
+
 class Broken(Policy):
     def keep(self, taken, now):
         raise KeyError("secret of a policy")
@@ -252,6 +288,21 @@ def test_close_does_not_wait_if_the_job_stops_or_fails(tmp_path, told):
     with manager_of(root) as manager:
         manager.restore_latest(state())
     assert names(root) == ["step-1", "step-1-safetensors", "step-2", "step-2-safetensors"]
+
+
+@pytest.mark.parametrize("how", ["signal", "deadline"])
+def test_stop_ends_the_wait_of_close(how, tmp_path, told):
+    kill_at = []
+    options = {"signals": [signal.SIGUSR1], "deadline": lambda: kill_at[0] if kill_at else None}
+    manager = manager_of(tmp_path / "run", **options)
+    manager.take(1, state(1))
+    exporting().suspend()  # it would never end
+    stop = [os.kill, os.getpid(), signal.SIGUSR1] if how == "signal" else [kill_at.append, time.time() + 30]
+    threading.Timer(1.0, stop[0], stop[1:]).start()
+    manager.close()
+    assert manager.should_stop()
+    assert not psutil.Process().children()
+    assert not named(told, "exported")
 
 
 def test_close_ends_exports_that_take_too_long(tmp_path, monkeypatch, caplog):

@@ -154,3 +154,53 @@ def test_export_whose_folder_is_removed_at_its_end_is_not_published(tmp_path):
     ended = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=390)
     assert ended.returncode == 0, ended.stderr[-4000:]
     assert "was removed meanwhile" in ended.stdout
+
+
+BETWEEN = """
+import sys, threading
+from pathlib import Path
+import torch
+from snapshot import Snapshot, StateDict
+from snapshot.io.url import URL
+from snapshot.manager.root import Root
+from snapshot_export import KeptExport
+from snapshot_export.export_folders import ExportFolders
+
+folder = Path(sys.argv[1])
+made = folder / "step-1-safetensors"
+exports = ExportFolders(Root(URL.parse(str(folder)), None), "safetensors")
+begun, over = threading.Event(), threading.Event()
+
+def other():
+    exports.remove_leftovers()
+    begun.set()
+
+remover = threading.Thread(target=other)
+
+def hook(name, arguments):
+    if name == "os.rename" and str(arguments[1]) == str(made):
+        remover.start()
+        begun.wait()
+    if name == "os.remove" and threading.current_thread() is remover:
+        begun.set()
+        over.wait()
+
+Snapshot.take(folder / "step-1", {"model": StateDict(weight=torch.ones(9))})
+sys.addaudithook(hook)
+try:
+    exports.export(KeptExport().target(), {}, 1, "the save id")
+except OSError as error:
+    print(error)
+over.set()
+remover.join()
+assert not made.exists(), list(made.iterdir())
+exports.remove_leftovers()
+assert [each.name for each in folder.iterdir()] == ["step-1"]
+"""
+
+
+def test_export_whose_removal_has_just_begun_is_not_published(tmp_path):
+    """As above, but between the last look at the files and the rename."""
+    command = [sys.executable, "-c", BETWEEN, tmp_path]
+    ended = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=390)
+    assert ended.returncode == 0, ended.stderr[-4000:]

@@ -27,6 +27,7 @@ import snapshot_trainers.lightning as interop
 from snapshot import (
     KeepBest,
     KeepLatest,
+    KeepSpread,
     KeepWithin,
     RNGState,
     Snapshot,
