@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from snapshot import KeepSpread, KeepWithin
 from snapshot.distributed.group import group_of_this_rank, ranks_of
 from snapshot.errors import MissingExtraError, SnapshotError
 from snapshot.interop.handover import Given
@@ -30,7 +31,6 @@ from snapshot.io.url import URL
 from snapshot.manager.policies import KeepBest, KeepLatest, Policy, checked_policy, every_policy, split_policy
 from snapshot.manager.retention import remove_unkept
 from snapshot.manager.root import Root
-from snapshot.manager.thinning import KeepSpread, KeepWithin
 from snapshot.manager.step_metadata import add_note, checked_metrics
 from snapshot.manifest.document import OWN_FORMATS
 from snapshot.save.take_options import TAKE_OPTIONS, TakeOptions

@@ -612,7 +612,8 @@ class SnapshotManager:
 
     def _ask_to_stop(self, question: str) -> bool:
         if not self._stopping:
-            near = self._is_near()
+            told, ahead = self._deadline.told(), self._ahead()
+            near = told is not None and told <= ahead
             self._stopping = self._channels.ask(question, self._signals.number is not None or near)
             if self._stopping:
                 number = self._signals.number
@@ -633,10 +634,14 @@ class SnapshotManager:
             self._ask_again, self._upload = now + ASKED_AGAIN, self._steps.upload_seconds(0.0)
         return self._upload
 
+    def _ahead(self) -> float:
+        """Return the seconds before the time that a source tells in which the job stops."""
+        return max(AHEAD, 2 * (self._measured.slowest() + self._upload_seconds())) if self._deadline.sources else AHEAD
+
     def _is_near(self) -> bool:
         """Return True if a source tells that the job will soon be killed."""
         told = self._deadline.told()
-        return told is not None and told <= max(AHEAD, 2 * (self._measured.slowest() + self._upload_seconds()))
+        return told is not None and told <= self._ahead()
 
     def advice(self, mtbf: Duration) -> Advice:
         """Return the interval between takes that loses least time, from the takes and steps of this rank so far.

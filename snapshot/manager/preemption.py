@@ -49,21 +49,21 @@ class Deadline:
         if not any(not callable(each) for each in several) and Settings.current().deadline:
             several.append(Settings.current().deadline)
         self._seconds = [seconds_of(each, "deadline") for each in several if not callable(each)]
-        self._sources = [_Source(each) for each in several if callable(each)]
+        self.sources = [_Source(each) for each in several if callable(each)]
         self._done = threading.Event()
         self._threads: list[threading.Thread] = []
 
     def told(self) -> float | None:
         """Return the seconds until the time that a source tells; None if none tells one."""
-        if self._sources and not self._threads and not self._done.is_set():
-            for each in self._sources:  # one that does not answer delays no other
+        if self.sources and not self._threads and not self._done.is_set():
+            for each in self.sources:  # one that does not answer delays no other
                 work = partial(each.watch, self._done)
                 self._threads.append(threading.Thread(target=work, name="snapshot-deadline", daemon=True))
                 self._threads[-1].start()
             end = time.monotonic() + PERIOD
-            for each in self._sources:  # the first call of a manager knows it, unless a source is slow
+            for each in self.sources:  # the first call of a manager knows it, unless a source is slow
                 each.asked.wait(max(0.0, end - time.monotonic()))
-        times = [at for each in self._sources if (at := each.at) is not None]
+        times = [at for each in self.sources if (at := each.at) is not None]
         return min(times) - time.time() if times else None
 
     def left(self, signalled: float | None) -> float | None:
