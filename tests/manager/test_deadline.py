@@ -116,6 +116,7 @@ def test_step_of_parameters_only_removes_no_whole_step(tmp_path, left):
 
 
 def test_exit_line_names_a_step_that_is_not_suspect(tmp_path, caplog):
+    pytest.importorskip("snapshot_health")  # which guards takes
     state = training()
     with SnapshotManager(tmp_path, deadline="60s") as manager:
         manager.take(10, state)
