@@ -74,8 +74,13 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tu
 
 
 def _is_elsewhere(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Return True for a flag of an optimizer or a policy that only one side has, or whose class is another one."""
+    """Return True for what only one side has: a framework that is imported, or a flag of an optimizer or a policy.
+
+    Also for a flag whose class is another one.
+    """
     kind, _, rest = name.partition(".")
+    if kind == "versions":
+        return name not in old or name not in new
     if kind not in ("optimizers", "policies"):
         return False
     prefix = f"{kind}.{rest.rpartition('.')[0]}."

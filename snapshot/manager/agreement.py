@@ -224,9 +224,8 @@ def agree_on(
     """Return whether `pending`, an earlier take of this step, has saved the current state.
 
     The leader checks that the snapshot of `pending` still exists, and deletes a leftover pin if not. `new`: True if the
-    step must be new. `expect_few` gets the number of failures, and `choose` the least time that is left, and
-    whether all hosts can write near. Raise
-    SnapshotError on all ranks if they passed different steps.
+    step must be new. `expect_few` gets the number of failures, and `choose` the least time that is left, and whether
+    all hosts can write near. Raise SnapshotError on all ranks if they passed different steps.
     """
     step, root = mine.step, steps.local
 

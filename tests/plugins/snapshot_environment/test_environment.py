@@ -108,6 +108,19 @@ def test_restore_of_a_part_tells_nothing_of_objects_that_are_left_out(tmp_path, 
     assert lines(caplog) == []
 
 
+def test_restore_tells_nothing_of_frameworks_that_only_one_process_has_imported(tmp_path, caplog, monkeypatch):
+    state = training()
+    Snapshot.take(tmp_path / "s", state)
+    monkeypatch.setitem(sys.modules, "torchtitan", facts)
+    monkeypatch.setattr(facts, "__version__", "1.0", raising=False)
+    Snapshot(tmp_path / "s").restore(state)
+    assert lines(caplog) == []
+    Snapshot.take(tmp_path / "t", state)
+    monkeypatch.setattr(facts, "__version__", "2.0")
+    Snapshot(tmp_path / "t").restore(state)
+    assert [each.partition("taken: ")[2] for each in lines(caplog)] == ["torchtitan 1.0 -> 2.0"]
+
+
 def test_restore_into_another_optimizer_names_its_class_alone(tmp_path, caplog):
     before, after = training(), training()
     after["optim"] = torch.optim.Adam(after["model"].parameters())

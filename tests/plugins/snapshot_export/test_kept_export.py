@@ -301,7 +301,7 @@ def test_stop_ends_the_wait_of_close(how, tmp_path, told):
     threading.Timer(1.0, stop[0], stop[1:]).start()
     manager.close()
     assert manager.should_stop()
-    assert not psutil.Process().children()
+    assert not exports_of()
     assert not named(told, "exported")
 
 
