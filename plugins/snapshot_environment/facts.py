@@ -90,7 +90,7 @@ def describe(statefuls: Sequence[ModuleMap], world: int) -> dict[str, Any]:
         "switches": switches,
         "policies": dict(_policies(statefuls)),
         "optimizers": dict(_optimizers(statefuls)),
-        "variables": _variables(),
+        "variables": dict(read_variables()),
         "command": _digest("\0".join(map(str, sys.argv))),
         "application": dict(_noted),
     }
@@ -155,8 +155,9 @@ def _optimizers(statefuls: Sequence[ModuleMap]) -> Iterator[tuple[str, dict[str,
             yield name, {"class": type(optimizer).__name__} | {key: _plain(group[key]) for key in FLAGS if key in group}
 
 
-def _variables() -> dict[str, str]:
-    """Return a digest of each variable that changes how numbers are computed."""
+@cache
+def read_variables() -> Mapping[str, str]:
+    """Return a digest of each variable that changes how numbers are computed. Libraries read them at their start."""
     return {
         name: _digest(value)
         for name, value in os.environ.items()

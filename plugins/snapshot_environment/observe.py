@@ -12,7 +12,7 @@ from snapshot.decoding import decode_json
 from snapshot.events import log
 from snapshot.save.findings import ENVIRONMENT as KEY
 from snapshot.save.observers import RestoreView, TakeObserver, TakeView
-from snapshot_environment.facts import describe
+from snapshot_environment.facts import describe, read_variables
 
 NUMBERS_STAY = ("versions.snapshot", "versions.python", "command")
 """What changes no number, and with most restarts: `snapshot diff` shows it, and a restore does not log it."""
@@ -45,6 +45,7 @@ class Environment:
         before = view.metadata.get(KEY)
         if not isinstance(before, dict):
             return
+        read_variables.cache_clear()
         changes = dict(_changes(before, describe(view.statefuls, view.world)))
         lines = [text for name, text in changes.items() if not name.startswith(NUMBERS_STAY)]
         if lines:

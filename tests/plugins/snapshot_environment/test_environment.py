@@ -20,6 +20,7 @@ from snapshot_environment.observe import KEY, Environment
 @pytest.fixture(autouse=True)
 def nothing_noted():
     facts._noted.clear()
+    facts.read_variables.cache_clear()
     yield
     facts._noted.clear()
 
