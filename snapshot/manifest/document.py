@@ -339,6 +339,14 @@ def encode_metadata(metadata: Mapping[str, Any] | None) -> msgspec.Raw:
         raise TypeError(f"metadata must be a mapping of JSON values: {error}") from error
 
 
+def decode_metadata(metadata: msgspec.Raw) -> dict[str, Any]:
+    """Return the metadata in a manifest. Raise CorruptSnapshotError if it is not a mapping, or nests too deep."""
+    if measure_nesting(metadata) > DEEPEST:
+        raise CorruptSnapshotError(f"the manifest's metadata must nest at most {DEEPEST} levels")
+    found: dict[str, Any] = decode_json(metadata, dict[str, Any], "cannot read the manifest's metadata")
+    return found
+
+
 def measure_nesting(document: bytes | memoryview) -> int:
     """Return the depth of the brackets in a JSON document, without recursion.
 
@@ -495,9 +503,7 @@ class SnapshotMetadata:
     @classmethod
     def of(cls, document: Document) -> SnapshotMetadata:
         """Create the metadata from a manifest's document."""
-        if measure_nesting(document.metadata) > DEEPEST:
-            raise CorruptSnapshotError(f"the manifest's metadata must nest at most {DEEPEST} levels")
-        metadata = decode_json(document.metadata, dict[str, Any], "cannot read the manifest's metadata")
+        metadata = decode_metadata(document.metadata)
         try:
             created = datetime.fromisoformat(document.created)
         except ValueError as error:

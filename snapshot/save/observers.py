@@ -13,10 +13,10 @@ import msgspec
 
 from snapshot import extensions
 from snapshot.decoding import decode_json
-from snapshot.errors import SnapshotError
+from snapshot.errors import CorruptSnapshotError, SnapshotError
 from snapshot.events import log
 from snapshot.io.url import URL
-from snapshot.manifest.document import encode_metadata
+from snapshot.manifest.document import decode_metadata, encode_metadata
 from snapshot.save.findings import Finding
 from snapshot.state.leaves import FlatState, Leaf
 from snapshot.state.model_state import ModuleMap
@@ -44,7 +44,6 @@ class TakeView(NamedTuple):
     turn: int
     """A number that all ranks share, and that differs from take to take."""
     world: int
-    """Number of ranks."""
     leads: bool
     """True on the rank that commits."""
 
@@ -64,11 +63,9 @@ class RestoreView(NamedTuple):
 
     url: URL
     metadata: Mapping[str, Any]
-    """The metadata of the snapshot."""
     statefuls: Sequence[ModuleMap]
     """The objects of the app state, with their modules and optimizers."""
     world: int
-    """Number of ranks."""
 
 
 class TakeObserver(Protocol):
@@ -131,9 +128,10 @@ def _installed() -> tuple[tuple[str, Observer], ...]:
 
 
 def observe_restore(url: URL, metadata: msgspec.Raw, app_state: Mapping[str, Any], world: int) -> None:
-    """Show a restore to the observers."""
-    found: dict[str, Any] = decode_json(metadata, dict[str, Any], url)
-    _call_each("restored", RestoreView(url, found, [ModuleMap(*each) for each in app_state.items()], world))
+    """Show a restore to the observers. One that has succeeded must not fail by what is beside the state."""
+    with suppress(CorruptSnapshotError):  # who asks for the metadata is told
+        maps = [ModuleMap(*each) for each in app_state.items()]
+        _call_each("restored", RestoreView(url, decode_metadata(metadata), maps, world))
 
 
 def find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

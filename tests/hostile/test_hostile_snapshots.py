@@ -243,6 +243,20 @@ def test_manifest_with_nan_or_infinity_is_refused(base, text):
             str(Snapshot(URL).metadata)
 
 
+@pytest.mark.parametrize("metadata", ["[1]", "7", '{"a":' * 600 + "1" + "}" * 600])
+def test_restore_does_not_fail_by_metadata_that_is_no_mapping_or_nests_too_deep(metadata):
+    live = {"s": StateDict(x=torch.ones(3))}
+    Snapshot.take(URL, live, overwrite=True)
+    body = msgspec.json.encode({**document_of("rich/s"), "metadata": msgspec.Raw(metadata.encode())})
+    store(MANIFEST, sign(body))
+    live["s"]["x"].zero_()
+    with bounded():
+        Snapshot(URL).restore(live)
+    assert torch.equal(live["s"]["x"], torch.ones(3))
+    with bounded(), pytest.raises(CorruptSnapshotError, match="metadata"):
+        str(Snapshot(URL).metadata)
+
+
 @pytest.mark.parametrize("where", ["top", "files", "manifest", "entry"])
 def test_manifest_with_duplicate_keys_is_refused(base, where):
     body = encoded(base)
