@@ -1,6 +1,5 @@
 """Committed steps are exported beside themselves, in a process, and their exports go with them."""
 
-import contextlib
 import os
 import re
 import shutil
@@ -21,6 +20,7 @@ from snapshot import KeepBest, KeepEvery, KeepLatest, Snapshot, SnapshotManager,
 from snapshot.cli import main
 from snapshot.manager.policies import Policy
 from snapshot_export import KeptExport, kept_export
+from tests.helpers.processes import command_line
 from tests.helpers.trees import PYTHONPATH
 
 pytestmark = pytest.mark.slow
@@ -54,12 +54,7 @@ def until(true):
 
 def exports_of(parent=None):
     """Return the processes that export for another one, which may have others, too."""
-    found = []
-    for each in psutil.Process(parent).children():
-        with contextlib.suppress(psutil.Error):  # it has ended
-            if "snapshot_export" in str(each.cmdline()):
-                found.append(each)
-    return found
+    return [each for each in psutil.Process(parent).children() if "snapshot_export" in command_line(each)]
 
 
 def exporting(parent=None):
@@ -358,7 +353,8 @@ def test_exit_of_a_training_that_does_not_close_its_manager_ends_exports(tmp_pat
     with train(tmp_path / "run", "end") as training:
         training.stdout.readline()
         assert training.wait(300) == 0
-    assert not any("snapshot_export" in str(each.cmdline()) for each in psutil.Process().children(recursive=True))
+    children = psutil.Process().children(recursive=True)
+    assert not any("snapshot_export" in command_line(each) for each in children)
     assert Snapshot(tmp_path / "run" / "step-2").verify()
 
 
