@@ -35,6 +35,9 @@ class Event:
 
     A take sends `blocked` when its call returns, with the `seconds` that the call took.
 
+    A take sends `committed` with its `bytes`, `shared_bytes` and `seconds`, the `digest` at the end of its manifest,
+    from which every other byte of the snapshot follows, and why it is `suspect`, which is empty for a good one.
+
     A take with `compression="auto"` sends `compression`: whether it is `chosen`, and the expected bytes per second,
     `raw` and `compressed`.
 
@@ -100,20 +103,9 @@ def remove_handler(handler: Handler) -> None:
 
 def emit(name: str, verb: str, path: str, **fields: Any) -> None:
     """Call the handlers, and log the event if it ends an operation."""
-    if name in (
-        "committed",
-        "restored",
-        "loaded",
-        "deleted",
-        "verified",
-        "converted",
-        "merged",
-        "copied",
-        "compared",
-        "signed",
-        "exported",
-    ):
-        log.info("%s %s: %s", verb, path, ", ".join(f"{key} {value}" for key, value in fields.items()))
+    if name in LOGGED:
+        shown = ", ".join(f"{key} {value}" for key, value in fields.items() if value != [])
+        log.info("%s %s: %s", verb, path, shown)
     for handler in (*_installed(), *_handlers):
         try:
             handler(Event(name, verb, path, fields))
@@ -165,39 +157,16 @@ GAUGES = {
     "newest_step": "The newest committed step, by tier",
     "newest_step_age_seconds": "Seconds since the newest committed step was taken, by tier",
 }
-ENDINGS = frozenset(
-    (
-        "committed",
-        "restored",
-        "loaded",
-        "verified",
-        "converted",
-        "merged",
-        "copied",
-        "compared",
-        "exported",
-        "uploaded",
-        "pulled",
-        "signed",
-    )
-)
+ENDINGS = frozenset((
+    "committed", "restored", "loaded", "verified", "converted", "merged", "copied", "compared", "exported", "uploaded",
+    "pulled", "signed",
+))  # fmt: skip
 """Events at the end of an operation that succeeded."""
-INCIDENTS = frozenset(
-    (
-        "healed",
-        "rerouted",
-        "replicated",
-        "dropped",
-        "damaged",
-        "degraded",
-        "fell_back",
-        "tolerated",
-        "rotten",
-        "pruned",
-        "replaced",
-        "export_failed",
-    )
-)
+LOGGED = ENDINGS - {"uploaded", "pulled"} | {"deleted"}
+INCIDENTS = frozenset((
+    "healed", "rerouted", "replicated", "dropped", "damaged", "degraded", "fell_back", "tolerated", "rotten", "pruned",
+    "replaced", "export_failed",
+))  # fmt: skip
 Labels = tuple[tuple[str, str], ...]
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from snapshot import Snapshot, SnapshotExistsError, StateDict, StorageError
+from snapshot.events import add_handler, remove_handler
 from snapshot.testing import faulty
 from tests.helpers.trees import PYTHONPATH
 
@@ -91,3 +93,25 @@ def test_event_handlers_of_installed_packages_are_called_and_cannot_fail_a_take(
     ).stdout
     assert shown.splitlines()[-4:] == ["heard start", "heard committed", "heard blocked", "there"], shown
     assert sys.modules.get("listens") is None
+
+
+def _take_suspect(path):
+    told = []
+    add_handler(told.append)
+    try:
+        model = torch.nn.Linear(2, 2)
+        if dist.get_rank() == 1:
+            model.weight.data.fill_(torch.nan)
+        Snapshot.take(path, {"model": model})
+    finally:
+        remove_handler(told.append)
+    return [(each.fields["digest"], each.fields["suspect"]) for each in told if each.name == "committed"]
+
+
+@pytest.mark.slow
+def test_committed_event_has_the_manifests_digest_and_verdict_on_all_ranks(two, tmp_path):
+    one, other = two.run(_take_suspect, tmp_path / "a")
+    ((digest, suspect),) = one
+    assert one == other
+    assert (tmp_path / "a" / ".snapshot_metadata").read_text().endswith(f',"digest":"{digest}"}}')
+    assert "nonfinite" in suspect[0]

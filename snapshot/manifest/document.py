@@ -203,6 +203,11 @@ def encode(document: msgspec.Struct) -> bytes:
     return b'%s,"digest":"%s"}' % (body, digest_range(body).encode())
 
 
+def digest_in(encoded: bytes) -> str:
+    """Return the digest at the end of what `encode` returned."""
+    return encoded[-len('xxh3:"}') - 32 : -2].decode()
+
+
 def copy_manifest(manifest: Mapping[str, AnyEntry]) -> dict[str, Entry]:
     """Return a deep copy by encoding and decoding, which is many times faster than copying objects."""
     try:
@@ -402,7 +407,6 @@ class ManifestHead(msgspec.Struct):
 
 OURS = re.compile(rb'\{"format":"snapshot/[123]","version":"[^"]{1,80}","save_id":"[0-9a-f]{12}",')
 _SAVE_ID = re.compile(rb'\{"format":"snapshot/\d{1,9}","version":"[^"]{1,80}","save_id":"([0-9a-f]{12})",')
-_DIGEST = re.compile(rb',"digest":"(xxh3:[0-9a-f]{32})"\}$')
 
 
 def find_save_id(data: bytes) -> str | None:
@@ -418,7 +422,7 @@ def decode_head(data: bytes, where: object) -> ManifestHead:
     """
     if not OURS.match(data):
         raise NotOurs(f"{where}: not a manifest that this version of the library wrote")
-    tail = _DIGEST.search(data, max(0, len(data) - 64))
+    tail = _TAIL.match(data, max(0, len(data) - _TAIL_LENGTH))
     if tail is None or digest_range(memoryview(data)[: tail.start()]).encode() != tail[1]:
         raise CorruptSnapshotError(f"{where}: the manifest's checksum is wrong")
     head: ManifestHead = decode_json(data, ManifestHead, where)

@@ -29,10 +29,11 @@ from snapshot.io.session import Session
 from snapshot.io.storage import ANYTHING, Storage
 from snapshot.io.url import URL
 from snapshot.manifest import entries as e
-from snapshot.manifest.document import METADATA, PartEntry, encode
+from snapshot.manifest.document import METADATA, PartEntry, decode_metadata, digest_in, encode
 from snapshot.manifest.parts import ManifestPart, decode_part, encode_own_part
 from snapshot.plan.consensus import add_sums
 from snapshot.save.describe import RankManifest, build_document
+from snapshot.save.findings import suspicions
 from snapshot.save.rank_share import FEW
 from snapshot.save.take_options import TakeSigner
 from snapshot.save.transaction import Transaction, clean_after_commit
@@ -147,6 +148,10 @@ class Committed(msgspec.Struct, array_like=True):
     """Bytes of the data files that all ranks wrote."""
     observers: list[str] = []
     """The observers that no rank has dropped."""
+    digest: str = ""
+    """The digest in the committed manifest, from which all other bytes of the snapshot follow."""
+    suspect: list[str] = []
+    """Why the snapshot is suspect; empty unless it is."""
 
 
 async def commit_with_ranks(
@@ -162,12 +167,14 @@ async def commit_with_ranks(
     """Report that this rank has finished writing, and wait for the leader's commit."""
 
     async def commit(reports: list[RankDone]) -> Committed:
-        data, observers = await _commit(session, transaction, manifest, reports, signer=signer, judge=judge)
+        made = await _commit(session, transaction, manifest, reports, signer=signer, judge=judge)
         first: dict[str, int] = {}
         for rank, each in enumerate(reports):
             first.setdefault(each.host, rank)
-        keepers = [rank for rank in first.values() if rank != LEADER]
-        return Committed(data if keepers else b"", keepers, sum(each.nbytes for each in reports), observers)
+        made.keepers = [rank for rank in first.values() if rank != LEADER]
+        if not made.keepers:
+            made.manifest = b""
+        return made
 
     if exchange.alone:
         return await shielded(commit([done]))
@@ -281,11 +288,8 @@ async def _commit(
     *,
     signer: TakeSigner | None,
     judge: Judge | None,
-) -> tuple[bytes, list[str]]:
-    """Merge all parts into one manifest, and commit it. Return it, and the observers that are left.
-
-    Its signature is stored first, so a committed snapshot always has it.
-    """
+) -> Committed:
+    """Merge all parts into one manifest, and commit it. Its signature is stored first: a committed snapshot has it."""
     if add_sums(each.shard_sums[0] for each in done) != add_sums(each.shard_sums[1] for each in done):
         raise CorruptSnapshotError("some shards were written twice or not at all; the take was aborted")
     save_id = transaction.save_id
@@ -293,6 +297,7 @@ async def _commit(
     if judge is not None:
         metadata, observers = judge([each.told for each in done], manifest.metadata)
         manifest = replace(manifest, metadata=metadata)
+    suspect = list(suspicions(decode_metadata(manifest.metadata)))
     parts = [each.own_part for each in done if each.own_part is not None and each.own_part.count]
 
     async def read(rank: int) -> ManifestPart:
@@ -316,7 +321,7 @@ async def _commit(
         await signer.put_signature(session.storage, save_id, data, roots)
     stored = [rank for rank in range(1, len(done)) if not done[rank].sent_part]
     await transaction.commit(data, [leader_part_path(save_id, rank) for rank in stored])
-    return data, observers
+    return Committed(data, [], sum(each.nbytes for each in done), observers, digest_in(data), suspect)
 
 
 async def expect_written(storage: Storage, shares: Sequence[Sequence[tuple[str, int]]]) -> None:

@@ -21,6 +21,7 @@ NEEDED = {
     "on_accelerate.py": ("accelerate", None),
     "on_grain.py": ("grain", "grain-0.2.18"),
     "on_litdata.py": ("litdata", "litdata-0.2.76"),
+    "on_mlflow.py": ("mlflow", "mlflow-3.17.2"),
 }
 """Script -> the module that it needs, and the folder with it in the cache, if it is not one of the usual packages."""
 
