@@ -193,6 +193,9 @@ def pytest_collection_modifyitems(config, items):
         config.stash[COLLECTED] = [name_below(item) for item in items]
     if WITHOUT:
         items[:] = [each for each in items if not names_of(each) & COMBINED]
+        if not os.environ.get("SNAPSHOT_TEST_RANDOM"):  # the other cases of a function use what its first one uses
+            items[:] = {name_below(each).partition("[")[0]: each for each in reversed(items)}.values()
+            items.reverse()
     for item in items:
         used = {*getattr(item, "fixturenames", ()), *_texts_in_parameters(item)}
         if used & SERVERS:

@@ -4,7 +4,8 @@ A copy of the library is made without a plugin and its entry points, in the plac
 processes. There, all other modules are imported, and the verbs of the core run.
 
 `python -m tests.deletable --pytest [NAME...]` runs the fast tier with a copy that lacks these plugins, by default all,
-and without the tests that are theirs or that combined.txt names.
+and without the tests that are theirs or that combined.txt names. Of each function, only the first case runs, but for
+`.ci/tests --all`.
 """
 
 from __future__ import annotations
