@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-MOST, CASE = 0.15, 0.4
+MOST, CASE = 0.1, 0.3
 WAITING = 0.25
 """Cost of a second of waiting."""
 LIST = Path(__file__).with_name("slow.txt")

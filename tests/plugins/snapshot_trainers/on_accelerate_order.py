@@ -88,7 +88,7 @@ def _refused(folder, kind):
     return True
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(each, marks=[pytest.mark.smoke][each != "default" :]) for each in KINDS])
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("cut", [2, None])
 def test_accelerate_loops_go_on_with_each_sample_once(tmp_path, kind, world, cut):

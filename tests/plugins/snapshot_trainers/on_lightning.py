@@ -140,6 +140,7 @@ def _ranks(folder, steps, doomed=None):
     return model.losses
 
 
+@pytest.mark.smoke
 def test_lightning_rank_killed_resumes_from_the_snapshot_before(tmp_path):
     whole = fork_ranks(2, tmp_path, _ranks, tmp_path / "whole", 15)
     folder = tmp_path / "run"
@@ -303,6 +304,7 @@ def test_lightning_checkpoint_io_removes_an_interrupted_checkpoint(tmp_path):
         assert all(Snapshot(each).verify().ok for each in folder.iterdir()), folder
 
 
+@pytest.mark.smoke
 def test_lightning_example_resumes_exactly(tmp_path, capsys):
     example.main(tmp_path)
     assert "bit for bit" in capsys.readouterr().out
@@ -354,6 +356,7 @@ def test_lightning_resume_at_the_end_of_an_epoch_uses_the_next_order(tmp_path):
     expect_equal(dict(whole.state_dict()), dict(resumed.state_dict()))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_lightning_checkpoint_io_saves_model_checkpoints_as_snapshots(tmp_path, asynchronous):
     def run(folder, plugin):
@@ -599,6 +602,7 @@ def test_lightning_callback_keep_within_keeps_what_fits(tmp_path, among):
     assert ("score" in SnapshotManager(tmp_path, signals=()).metrics(6)) == (among is not None)
 
 
+@pytest.mark.smoke
 def test_lightning_callback_keep_policy_keeps_best_and_pinned_snapshots(tmp_path):
     class Rated(example.Model):
         def training_step(self, batch, index=None):
@@ -699,6 +703,7 @@ def test_lightning_within_an_epoch_goes_on_with_the_next_batch(tmp_path, name, c
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size_cycle"])
+@pytest.mark.smoke
 def test_lightning_several_loaders_go_on_with_their_next_batches(tmp_path, mode):
     def make():
         return pl.utilities.CombinedLoader({"long": shuffled(), "short": shuffled(batch_size=4)}, mode)

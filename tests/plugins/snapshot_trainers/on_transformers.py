@@ -133,7 +133,6 @@ def _fall_back(folder):
     return seen
 
 
-@pytest.mark.nightly
 def test_trainer_ranks_fall_back_to_the_same_checkpoint(tmp_path):
     assert fork_ranks(2, tmp_path, _fall_back, tmp_path / "run") == [[str(tmp_path / "run" / "checkpoint-2")]] * 2
 
@@ -146,6 +145,7 @@ def test_accelerate_ranks_resume_exactly(tmp_path):
     assert {path.split("/")[0] for path in own} == {"rng", "loader", "progress"}  # the losses are each rank's own
 
 
+@pytest.mark.smoke
 def test_accelerate_loop_resumes_exactly(tmp_path, capsys):
     loop.main(tmp_path)
     assert "bit for bit" in capsys.readouterr().out
@@ -159,6 +159,7 @@ def whole(tmp_path_factory):
     return example.train(tmp_path_factory.mktemp("whole"))
 
 
+@pytest.mark.smoke
 def test_trainer_example_resumes_exactly(tmp_path, capsys):
     example.main(tmp_path)
     assert "bit for bit" in capsys.readouterr().out
@@ -202,6 +203,7 @@ def test_trainer_checkpoint_without_optimizer_state_is_refused(tmp_path):
         example.train(tmp_path, resume=True)
 
 
+@pytest.mark.smoke
 def test_trainer_damaged_snapshot_is_found_before_training_continues(tmp_path):
     example.train(tmp_path, stop_at=3)
     file = max((tmp_path / "checkpoint-2" / FOLDER / "data").iterdir(), key=lambda each: each.stat().st_size)
@@ -243,7 +245,6 @@ def test_trainer_damaged_weights_are_found_and_the_checkpoint_before_is_resumed(
     assert main(["verify", str(tmp_path / "checkpoint-6")]) == 0
 
 
-@pytest.mark.nightly
 def test_trainer_damaged_weights_are_not_loaded_as_best_model(tmp_path):
     class Best(example.SnapshotTrainer):
         def _save_checkpoint(self, *arguments):
@@ -274,7 +275,6 @@ def _tear(file):
     file.write_bytes(file.read_bytes()[:300])
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
 def test_trainer_changed_trainer_state_json_or_missing_snapshot_is_found(tmp_path, whole, kind):
     losses, _ = whole
@@ -304,7 +304,6 @@ def test_trainer_changed_trainer_state_json_or_missing_snapshot_is_found(tmp_pat
     assert example.train(tmp_path / "0", resume=True, kind=kind)[0][-4:] == losses[-4:]
 
 
-@pytest.mark.nightly
 def test_trainer_damaged_checkpoint_does_not_count_for_save_total_limit(tmp_path):
     class EndsAfterOne(example.SnapshotTrainer):
         def _save_checkpoint(self, *arguments):
@@ -330,7 +329,6 @@ def test_trainer_snapshot_options_metadata_does_not_replace_digests(tmp_path):
     assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-2")
 
 
-@pytest.mark.nightly
 def test_trainer_snapshot_verify_weights_false_loads_changed_weights(tmp_path):
     class Trusting(example.SnapshotTrainer):
         snapshot_verify_weights = False
@@ -346,7 +344,6 @@ def test_trainer_snapshot_verify_weights_false_loads_changed_weights(tmp_path):
     assert len(losses) == 6
 
 
-@pytest.mark.nightly
 def test_trainer_checkpoints_without_digests_and_links_are_resumed(tmp_path):
     """As those that were written before the digests."""
 
@@ -384,6 +381,7 @@ def test_trainer_digests_cover_files_in_subfolders_and_missing_files(tmp_path):
         compare_weights(URL.parse(str(tmp_path)), None, {KEY: {"a": 1}})
 
 
+@pytest.mark.smoke
 def test_trainer_snapshot_options_are_passed_to_take(tmp_path):
     class Noted(example.SnapshotTrainer):
         snapshot_options = TakeOptions(durable=False, read_back=True)
@@ -421,6 +419,7 @@ def test_trainer_mixin_wrong_base_order_and_unknown_versions_are_refused(tmp_pat
         OfOld()
 
 
+@pytest.mark.smoke
 def test_trainer_uncommitted_checkpoint_is_skipped(tmp_path, whole, caplog):
     example.train(tmp_path, stop_at=5)
     (tmp_path / "checkpoint-4" / FOLDER / ".snapshot_metadata").unlink()
@@ -451,7 +450,6 @@ def test_trainer_checkpoint_with_a_mark_is_complete_after_it_is_saved_again(tmp_
     assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-4")
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("only_model", [False, True])
 @pytest.mark.parametrize("parent", [example.SnapshotTrainer, Background])
 def test_trainer_checkpoint_saved_again_never_mixes_old_and_new_files(tmp_path, parent, only_model):
@@ -488,7 +486,6 @@ class One(Background):
         super().__init__(model, arguments, **options)
 
 
-@pytest.mark.nightly
 def test_trainer_incomplete_checkpoints_do_not_displace_the_last_good_one(tmp_path):
     class Failing(One):
         def _save_optimizer_and_scheduler(self, output_dir):
@@ -544,7 +541,6 @@ def test_trainer_save_total_limit_deletes_after_the_new_checkpoint_is_synced(tmp
     assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-4"]
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("again", ["failed", "complete"])
 @pytest.mark.parametrize("named", [None, "checkpoint-4", "old-checkpoint-4"])
 def test_trainer_checkpoint_renamed_by_a_crash_gets_its_name_back(tmp_path, named, again):
@@ -587,7 +583,6 @@ def test_trainer_old_checkpoint_is_kept_until_its_successor_is_read(tmp_path):
         (last / "model.safetensors").write_bytes(good)
 
 
-@pytest.mark.nightly
 def test_trainer_folders_and_links_named_json_are_not_damage(tmp_path):
     example.train(tmp_path, stop_at=3)
     (tmp_path / "checkpoint-2" / "folder.json").mkdir()
@@ -595,7 +590,6 @@ def test_trainer_folders_and_links_named_json_are_not_damage(tmp_path):
     assert find_last(str(tmp_path)) == str(tmp_path / "checkpoint-2")
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [example.SnapshotTrainer, Background])
 def test_trainer_save_total_limit_removes_links_and_not_their_targets(tmp_path, kind):
     """The links are removed, and what they point to stays."""
@@ -719,6 +713,7 @@ class Slow(Background):
             assert find_last(self.args.output_dir) != str(checkpoint)
 
 
+@pytest.mark.smoke
 def test_trainer_background_weights_are_those_of_the_step(tmp_path):
     example.train(tmp_path / "plain", kind=Trainer)
     example.train(tmp_path / "late", kind=Slow)
@@ -824,7 +819,6 @@ def test_only_trainable_leaves_a_peft_model_to_the_folder_that_it_was_loaded_fro
     expect_equal(dict(again.state_dict()), dict(model.state_dict()), ordered=False)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("adapters", [1, 2])
 def test_trainer_background_writes_adapters(tmp_path, adapters):
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")

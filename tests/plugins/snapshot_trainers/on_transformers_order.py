@@ -101,7 +101,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(each, marks=[pytest.mark.smoke][each != "default" :]) for each in KINDS])
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stop", [3, 4])
 def test_trainer_epoch_goes_on_exactly_on_the_same_ranks(tmp_path, kind, world, stop):

@@ -32,7 +32,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-m", {marks!r}, {str(HERE
 @pytest.fixture(scope="module")
 def started(warm):
     """All, on their way."""
-    return {script: warm.start(text_of(script, "not nightly")) for script in NEEDED if not missing(script)}
+    return {script: warm.start(text_of(script, "smoke")) for script in NEEDED if not missing(script)}
 
 
 @pytest.mark.parametrize("script", NEEDED)
@@ -43,13 +43,12 @@ def test_lightning_and_transformers_save_and_resume_with_snapshots(warm, started
     assert " passed" in warm.finish(started[script])
 
 
+@pytest.mark.parametrize("script", NEEDED)
 @pytest.mark.timeout(900)
-def test_transformers_trainer_with_faults_of_its_folders(warm):
-    """What takes long of on_transformers.py."""
-    script = "on_transformers.py"
+def test_rest_of_the_script_of_a_trainer(warm, script):
     if missing(script):
         pytest.skip(f"{', '.join(missing(script))} is not installed")
-    assert " passed" in warm.finish(warm.start(text_of(script, "nightly")))
+    assert " passed" in warm.finish(warm.start(text_of(script, "not smoke")))
 
 
 def test_transformers_is_not_imported_with_its_adapter(warm):
