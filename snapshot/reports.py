@@ -266,7 +266,7 @@ class VerifyReport(Report):
             they = "it" if self.unverifiable == 1 else "they"
             return (
                 f"structure only, {entries_text(self.unverifiable)} cannot be verified: without a digest, {they} could "
-                "only be read"
+                f"only be read{f'; all files are signed by {self.signer}' if self.signer else ''}"
             )
         return "every byte matches its digest" + (f", and is signed by {self.signer}" if self.signer else "")
 

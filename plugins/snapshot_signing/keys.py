@@ -128,13 +128,23 @@ def load_key(key: Key, argument: str = "key") -> VerifyingKey:
 
 def load_signer(key: Key, argument: str = "sign", *, private: bool = False) -> Signer:
     """Return a key for a take, or with `private` one that signs. Raise `ValueError` or `TypeError` for a wrong one."""
+    return make_signer(*read_key(key, argument), argument, private=private)
+
+
+def read_key(key: Key, argument: str) -> tuple[Any, str]:
+    """Return the object of a key, which is read if the key is a path, and the start of messages about it."""
+    load_ed25519()  # raises if no key can be used
+    if not isinstance(key, (str, os.PathLike)):
+        return key, argument
+    if not os.fspath(key):
+        raise ValueError(f"{argument} must be an Ed25519 key or the path of a PEM file, got an empty path")
+    where = f"{argument}: {os.fspath(key)}"
+    return _read_pem(Path(key), where), where
+
+
+def make_signer(key: Any, where: str, argument: str, *, private: bool = False) -> Signer:
+    """Return the signer of a key's object. Raise `ValueError` or `TypeError` for a wrong one."""
     ed25519 = load_ed25519()
-    where = argument
-    if isinstance(key, (str, os.PathLike)):
-        if not os.fspath(key):
-            raise ValueError(f"{argument} must be an Ed25519 key or the path of a PEM file, got an empty path")
-        where = f"{argument}: {os.fspath(key)}"
-        key = _read_pem(Path(key), where)
     if isinstance(key, ed25519.Ed25519PrivateKey):
         return Signer(key.public_key(), key)
     if not isinstance(key, ed25519.Ed25519PublicKey):
@@ -164,7 +174,7 @@ def _read_pem(path: Path, where: str) -> Any:
     except TypeError as error:
         raise ValueError(f"{where}: is encrypted; decrypt it, or pass a key object of cryptography") from error
     except (ValueError, UnsupportedAlgorithm) as error:
-        wanted = "an Ed25519 key in PEM (PKCS8, or SubjectPublicKeyInfo)"
+        wanted = "an Ed25519 key in PEM (PKCS8, or SubjectPublicKeyInfo), or an ECDSA key"
         raise ValueError(f"{where}: must be {wanted}{_hint(data)}") from error
 
 
@@ -180,13 +190,16 @@ def _hint(data: bytes) -> str:
     return ""
 
 
-def create_keys(path: str | os.PathLike[str]) -> tuple[Path, Path]:
+def create_keys(path: str | os.PathLike[str], *, ecdsa: bool = False) -> tuple[Path, Path]:
     """Create a private key at a path, for its owner only, and its public half beside it. Return both paths.
 
-    Existing files are not overwritten.
+    It is an Ed25519 key, or with `ecdsa` one on the curve P-256. Existing files are not overwritten.
     """
-    private = load_ed25519().Ed25519PrivateKey.generate()
+    ed25519 = load_ed25519()
     from cryptography.hazmat.primitives import serialization as s
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    private = ec.generate_private_key(ec.SECP256R1()) if ecdsa else ed25519.Ed25519PrivateKey.generate()
 
     secret, public = Path(path), Path(f"{os.fspath(path)}.pub")
     held = private.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.NoEncryption())

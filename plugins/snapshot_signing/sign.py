@@ -27,17 +27,27 @@ def sign_files(operation: Operation, place: Location, signer: Signer) -> VerifyR
     recorder = Recorder()
     session = operation.open(replace(place, seal=recorder))
     storage = session.storage
-    if not (storage.capabilities.write and storage.capabilities.atomic_put):
-        raise SnapshotError(f"{session.url}: this storage is read-only")
+    expect_writable(session)
     signer.expect_signable(storage, leads=True)
     report = verify_newest(session, operation.meter, exchange=operation.exchange)
+    expect_undamaged(session, report)
+    run(_put(session, storage, recorder, signer))
+    operation.emit("signed", key=str(signer), bytes=report.bytes_read)
+    return replace(report, signer=str(signer))
+
+
+def expect_writable(session: Session) -> None:
+    """Raise `SnapshotError` if no signature can be stored."""
+    if not (session.storage.capabilities.write and session.storage.capabilities.atomic_put):
+        raise SnapshotError(f"{session.url}: this storage is read-only")
+
+
+def expect_undamaged(session: Session, report: VerifyReport) -> None:
+    """Raise `CorruptSnapshotError` if a verification found faults."""
     if not report.ok:
         raise CorruptSnapshotError(
             f"{session.url}: is damaged, so it was not signed: {'; '.join(report.faults)}", faults=report.faults
         )
-    run(_put(session, storage, recorder, signer))
-    operation.emit("signed", key=str(signer), bytes=report.bytes_read)
-    return replace(report, signer=str(signer))
 
 
 async def _put(session: Session, storage: Storage, recorder: Recorder, signer: Signer) -> None:

@@ -163,3 +163,7 @@ def add_parents(paths: Iterable[str]) -> set[str]:
 def signature_path(save_id: str) -> str:
     """Return the path of a snapshot's signature."""
     return f"data/{save_id}.signature"
+
+
+BUNDLE = "model.sig"
+"""A signature of all files, in the format of OpenSSF Model Signing."""

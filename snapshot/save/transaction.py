@@ -31,6 +31,7 @@ from snapshot.io.session import Session
 from snapshot.io.storage import ABSENT, ANYTHING, Expect, FileStat, Storage
 from snapshot.io.system import PerProcess
 from snapshot.manifest.document import METADATA
+from snapshot.manifest.paths import BUNDLE
 
 # Claims: files that tell other processes that a save is running, and the pending saves of this process.
 
@@ -189,7 +190,7 @@ async def clean_after_commit(storage: Storage, keep: str) -> None:
         now = await committed_save_id(storage)
         gone = [path for path in left if save_id_of(path) != now]
         if now is not None and gone:
-            await storage.delete(gone)
+            await storage.delete([*gone, BUNDLE])  # a bundle of what was replaced
     except SnapshotError as error:  # the snapshot is committed: leftovers only cost space
         log.warning("%s: cannot delete the leftovers of earlier takes: %s", storage.url, error)
         return
@@ -268,7 +269,7 @@ async def delete_snapshot(storage: Storage) -> None:
         _expect_own(storage, beginning)
         data = await _remove_claims(storage, found, _find_save_id(beginning))
         await storage.delete([METADATA])
-    await storage.delete(data)
+    await storage.delete([*data, BUNDLE])
     await remove_notice(storage)
 
 
@@ -291,7 +292,8 @@ async def delete_if_unchanged(
     now = await committed_save_id(
         storage
     )  # a take that is not committed now has lost its claim, or began after the listing
-    await storage.delete([path for path in data if save_id_of(path) != now])
+    stale = [BUNDLE] if now is None else []
+    await storage.delete([*(path for path in data if save_id_of(path) != now), *stale])
     if now is None:
         await remove_notice(storage)
     return True

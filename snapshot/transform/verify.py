@@ -41,6 +41,7 @@ from snapshot.progress import Meter, unmetered
 from snapshot.reports import VerifyReport
 from snapshot.save.commit import while_all_go_on
 from snapshot.save.describe import RankManifest
+from snapshot.save.take_options import FolderSeal
 from snapshot.tensors.digest import BLOCK, digest_range
 from snapshot.text import counted, listed
 from snapshot.transform.call import open_sources, share_runs, tokens_of
@@ -275,8 +276,11 @@ def verify_checkpoint(
     """
     if resume is not None and not operation.exchange.alone:
         raise ValueError("resume must be None if ranks share the work, since a journal is of one process")
-    session = operation.open(origin)
-    report = verify_newest(session, operation.meter, exchange=operation.exchange, quick=quick, resume=resume)
+    if isinstance(origin.seal, FolderSeal):
+        report = origin.seal.verify(operation, origin, quick=quick, resume=resume)
+    else:
+        session = operation.open(origin)
+        report = verify_newest(session, operation.meter, exchange=operation.exchange, quick=quick, resume=resume)
     operation.emit("verified", ok=report.ok, bytes=report.bytes_read)
     return report
 
