@@ -191,7 +191,7 @@ def decode_bundle(data: bytes, key: EcdsaKey, where: object) -> SignedFolder:
         return _expect_consistent(statement, decode_json(statement.predicate, _Predicate, where), where)
     except SignatureError:
         raise
-    except (CorruptSnapshotError, ValueError) as error:
+    except CorruptSnapshotError as error:
         raise SignatureError(str(error)) from error
 
 
@@ -216,7 +216,7 @@ def _verify(bundle: _Bundle, key: EcdsaKey, where: object) -> bytes:
 
 
 def _expect_consistent(statement: _Statement, predicate: _Predicate, where: object) -> SignedFolder:
-    """Return the files of a statement. Raise `SignatureError` or `ValueError` if it contradicts itself."""
+    """Return the files of a statement. Raise `SignatureError` if it contradicts itself."""
     how = predicate.serialization
     if (how.method, how.hash_type) != ("files", "sha256"):
         found = f"{how.method[:50]!r} with {how.hash_type[:50]!r}"
@@ -227,11 +227,20 @@ def _expect_consistent(statement: _Statement, predicate: _Predicate, where: obje
             raise SignatureError(f"{where}: {each.name[:200]!r}: must have a SHA-256, got {each.algorithm[:50]!r}")
         if each.name in digests:
             raise SignatureError(f"{where}: {each.name[:200]!r} is listed twice")
-        digests[check_path(each.name)] = each.digest
+        digests[_expect_inside(each.name, where)] = each.digest
     expected = _root_of(digests.values())
     if [each.digest.get("sha256") for each in statement.subject] != [expected]:
         raise SignatureError(f"{where}: is inconsistent: its files have the digest {expected}, and its subject has not")
-    return SignedFolder(digests, list(map(check_path, how.ignore_paths)), how.allow_symlinks)
+    ignored = [_expect_inside(path, where) for path in how.ignore_paths]
+    return SignedFolder(digests, ignored, how.allow_symlinks)
+
+
+def _expect_inside(path: str, where: object) -> str:
+    """Return a path. Raise `SignatureError` unless it is of a file or folder below the root, in normal form."""
+    try:
+        return check_path(path)
+    except ValueError:
+        raise SignatureError(f"{where}: must have paths inside the folder, got {path[:200]!r}") from None
 
 
 def _root_of(digests: Any) -> str:
