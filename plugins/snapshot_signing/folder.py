@@ -174,7 +174,7 @@ class FolderKey:
             "verify the snapshot with `snapshot verify --key`, or Snapshot.verify, and read it without the key"
         )
 
-    def verify(
+    def verify_whole(
         self, operation: Operation, place: Location, *, quick: bool, resume: str | os.PathLike[str] | None
     ) -> VerifyReport:
         """Verify a folder's bundle, then the SHA-256 of each file, and then what is stored in them."""

@@ -25,11 +25,14 @@ from snapshot.settings import MiB, Settings, expect_positive
 
 T = TypeVar("T")
 Key = Any
-"""A path of a PEM file, or an `Ed25519PrivateKey` or `Ed25519PublicKey` of `cryptography`."""
+"""A path of a PEM file, or the object of a private or public key of `cryptography`: of Ed25519, or of ECDSA."""
 
 
 class Seal(Protocol):
-    """A check of every file that a session reads."""
+    """A check of every file that a session reads.
+
+    One that only knows whole files refuses both calls, and has `verify_whole`, which `Snapshot.verify` calls instead.
+    """
 
     signer: str
     """The public key that all bytes are verified with; empty if there is none."""

@@ -77,17 +77,6 @@ class OptionalSeal(Seal, Protocol):
     """Why the snapshot that was opened last is not signed; empty if it is."""
 
 
-@runtime_checkable
-class FolderSeal(Seal, Protocol):
-    """A seal of whole files, with which nothing is read but for a verification."""
-
-    def verify(
-        self, operation: Operation, place: Location, *, quick: bool, resume: str | os.PathLike[str] | None
-    ) -> VerifyReport:
-        """Verify that all files at a place are those that were signed, and what they hold."""
-        ...
-
-
 class Keys(Protocol):
     """The plugin that knows the keys of `sign=` and `key=`."""
 

@@ -41,7 +41,6 @@ from snapshot.progress import Meter, unmetered
 from snapshot.reports import VerifyReport
 from snapshot.save.commit import while_all_go_on
 from snapshot.save.describe import RankManifest
-from snapshot.save.take_options import FolderSeal
 from snapshot.tensors.digest import BLOCK, digest_range
 from snapshot.text import counted, listed
 from snapshot.transform.call import open_sources, share_runs, tokens_of
@@ -276,8 +275,9 @@ def verify_checkpoint(
     """
     if resume is not None and not operation.exchange.alone:
         raise ValueError("resume must be None if ranks share the work, since a journal is of one process")
-    if isinstance(origin.seal, FolderSeal):
-        report = origin.seal.verify(operation, origin, quick=quick, resume=resume)
+    verify_whole = getattr(origin.seal, "verify_whole", None)
+    if verify_whole is not None:
+        report: VerifyReport = verify_whole(operation, origin, quick=quick, resume=resume)
     else:
         session = operation.open(origin)
         report = verify_newest(session, operation.meter, exchange=operation.exchange, quick=quick, resume=resume)
