@@ -47,7 +47,7 @@ class CorruptSnapshotError(SnapshotError, ValueError):
 class SignatureError(CorruptSnapshotError):
     """Raised when a key was given, and a snapshot has no signature by this key, or its manifest is not the signed one.
 
-    Signed data that was changed is a `CorruptSnapshotError`, as other damage is.
+    Signed data that was changed is a `CorruptSnapshotError`, as other damage is, but for keys that sign whole files.
     """
 
 

@@ -102,7 +102,8 @@ class Snapshot:
         allow_pickle: Unpickle objects that torch's `weights_only` refuses. A pickle can run any code, so use this
             only for trusted snapshots.
         key: An Ed25519 public key: the path of a PEM file, or a key object of `cryptography`. Every byte that this
-            object reads must then have the key's signature. See docs/guides/signatures.md.
+            object reads must then have the key's signature. An ECDSA key only serves `verify`. See
+            docs/guides/signatures.md.
 
     >>> from snapshot import Snapshot, StateDict
     >>> progress = StateDict(step=3)
@@ -567,7 +568,7 @@ class Snapshot:
         A snapshot has one signature: signing it again replaces it. See docs/guides/signatures.md.
 
         Args:
-            key: An Ed25519 private key: the path of a PEM file, or a key object of the package `cryptography`.
+            key: An Ed25519 private key, or an ECDSA one for other tools: a PEM file, or a key object.
             memory_budget_bytes: Host memory for read buffers.
             progress: True for a progress bar, or a function that is called with `Progress`.
 
