@@ -568,7 +568,7 @@ class Snapshot:
         A snapshot has one signature: signing it again replaces it. See docs/guides/signatures.md.
 
         Args:
-            key: An Ed25519 private key, or an ECDSA one for other tools: a PEM file, or a key object.
+            key: An Ed25519 private key, or an ECDSA one for other tools: the path of a PEM file, or a key object.
             memory_budget_bytes: Host memory for read buffers.
             progress: True for a progress bar, or a function that is called with `Progress`.
 
