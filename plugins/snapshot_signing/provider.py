@@ -26,10 +26,8 @@ class KeysOfFiles:
         if not is_ecdsa(held):
             return make_signer(held, where, argument, private=private)
         if not private:
-            raise ValueError(
-                f"{where}: must be an Ed25519 key, got an ECDSA key, which signs no take; sign the snapshot later, "
-                "with `snapshot sign --format oms`, or Snapshot.sign"
-            )
+            later = "sign the snapshot after the take, with Snapshot.sign or `snapshot sign --format oms`"
+            raise ValueError(f"{where}: must be an Ed25519 key, got an ECDSA key; {later}")
         return EcdsaKey(held, where, private=True)
 
     def seal(self, key: Key) -> Seal:

@@ -15,8 +15,8 @@ DESCRIPTION = (
     "digest, and hashed with SHA-256. `snapshot verify --key` then proves that the owner of the key signed each byte. "
     "A damaged snapshot is not signed."
 )
-OWN, OMS = "snapshot", "oms"
-"""Formats of signatures: this library's, and OpenSSF Model Signing."""
+KINDS = {"snapshot": "Ed25519", "oms": "ECDSA"}
+"""Formats of signatures, this library's and OpenSSF Model Signing's -> the keys that they go with."""
 EXAMPLES = [
     ("sign --new-key signing.pem", "create signing.pem and signing.pem.pub"),
     ("sign run/step-100 --key signing.pem", "sign a snapshot"),
@@ -32,12 +32,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     either = parser.add_mutually_exclusive_group(required=True)
     either.add_argument("--key", metavar="FILE", help="the private key, in PEM")
     either.add_argument("--new-key", metavar="FILE", help="create a private key here, and its public key as FILE.pub")
-    parser.add_argument(
-        "--format",
-        choices=(OWN, OMS),
-        help="oms: OpenSSF Model Signing, by an ECDSA key; snapshot: this library's own, by an Ed25519 key; by default "
-        "what goes with the key",
-    )
+    text = "oms: for other tools, by an ECDSA key; snapshot: by an Ed25519 key; by default what goes with the key"
+    parser.add_argument("--format", choices=KINDS, help=text)
     add_memory(parser)
     add_json(parser, "print one line of JSON for each snapshot")
     add_storage(parser)
@@ -48,28 +44,23 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
     if arguments.new_key:
         if arguments.urls:
             raise ValueError("--new-key must not have a URL: sign with --key afterwards")
-        private, public = create_keys(arguments.new_key, ecdsa=arguments.format == OMS)
+        private, public = create_keys(arguments.new_key, ecdsa=arguments.format == "oms")
         print(printable(f"{private}: the private key, for its owner only"))
         print(printable(f"{public}: the public key, for readers"))
         return ExitStatus.OK
     if not arguments.urls:
         raise ValueError("--key must have a URL to sign")
-    key = arguments.key
-    if arguments.format:
-        key, where = read_key(key, "key")
-        if is_ecdsa(key) != (arguments.format == OMS):
-            wanted, got = ("Ed25519", "ECDSA") if is_ecdsa(key) else ("ECDSA", "Ed25519")
-            raise ValueError(
-                f"{where}: must be an {wanted} key for --format {arguments.format}, got an {got} key, which goes with "
-                f"--format {OWN if arguments.format == OMS else OMS}"
-            )
+    if arguments.format and is_ecdsa(read_key(arguments.key, "key")[0]) != (arguments.format == "oms"):
+        [other] = KINDS.keys() - {arguments.format}
+        wrong = f"an {KINDS[arguments.format]} key for --format {arguments.format}, got an {KINDS[other]} key"
+        raise ValueError(f"key: {arguments.key}: must be {wrong}, which goes with --format {other}")
     from snapshot.snapshot import Snapshot  # with torch, which the help does not need
 
     options = options_of(arguments)
     for url in arguments.urls:
         with explain_missing(url, options), bar("sign") as show:
             report = Snapshot(url, storage_options=options).sign(
-                key, memory_budget_bytes=arguments.memory, progress=show
+                arguments.key, memory_budget_bytes=arguments.memory, progress=show
             )
         emit_report(arguments, url, report)
     return ExitStatus.OK

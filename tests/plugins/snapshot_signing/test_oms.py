@@ -17,7 +17,6 @@ from snapshot import Snapshot, SnapshotManager, StateDict, TakeOptions, load
 from snapshot.cli import main
 from snapshot.errors import CorruptSnapshotError, SignatureError, SnapshotError, SnapshotNotFoundError, StorageError
 from snapshot.storages.memory import MemoryStorage
-from snapshot.testing import faulty
 from snapshot_signing import bundle as bundles
 from snapshot_signing import folder as folders
 from snapshot_signing.keys import create_keys
@@ -221,11 +220,11 @@ def test_verify_refuses_another_key_and_keys_of_another_kind(step, public):
 
 def test_verify_refuses_unsigned_snapshots(step, tmp_path):
     (step / "model.sig").unlink()
-    expect_refused(step, "is not signed", "model.sig is missing")
+    expect_refused(step, "is not signed: cannot read model.sig")
     (step / "model.sig").mkdir()
-    expect_refused(step, "signature cannot be read")
+    expect_refused(step, "is not signed: cannot read model.sig")
     save_file({"w": torch.arange(3.0)}, tmp_path / "model.safetensors")
-    expect_refused(tmp_path, "model.sig is missing")
+    expect_refused(tmp_path, "is not signed: cannot read model.sig")
     (tmp_path / "empty").mkdir()
     expect_refused(tmp_path / "empty", "no snapshot found", kind=SnapshotNotFoundError)
 
@@ -246,19 +245,8 @@ def test_verify_refuses_links(step, tmp_path):
     expect_refused(step, "more: is a link")
     (step / "more").unlink()
     os.mkfifo(step / "pipe")
-    expect_refused(step, "pipe", "no signature can cover")
-
-
-def test_verify_follows_links_inside_the_folder_if_the_signer_did(step):
-    (step / "alias").symlink_to(data_file(step))
-
-    def allow(statement):
-        resources = statement["predicate"]["resources"]
-        resources.append({**next(each for each in resources if each["name"].endswith(".safetensors")), "name": "alias"})
-        statement["predicate"]["serialization"]["allow_symlinks"] = True
-
-    sign_again(step, allow)
-    assert Snapshot(step, key=PUBLIC).verify().ok
+    with pytest.raises(StorageError, match="pipe: not a file"):
+        Snapshot(step, key=PUBLIC).verify()
 
 
 @pytest.mark.parametrize("ignored", ["data", ".snapshot_metadata"])
@@ -269,7 +257,7 @@ def test_verify_refuses_a_signature_that_ignores_files_of_the_snapshot(step, ign
         predicate["resources"] = [each for each in predicate["resources"] if not each["name"].startswith(ignored)]
 
     sign_again(step, ignore)
-    expect_refused(step, ignored, "is ignored by the signature")
+    expect_refused(step, ignored, "is not covered by the signature")
 
 
 def test_verify_reports_damage_that_was_signed(step):
@@ -321,14 +309,14 @@ def set_serialization(**fields):
         (add_resource("../a"), "'../a'"),
         (add_resource("/etc/passwd"), "'/etc/passwd'"),
         (add_resource("data/./a"), "'data/./a'"),
-        (add_resource("a\0"), "must have paths inside"),
-        (add_resource(""), "must have paths inside"),
-        (add_resource(".snapshot_metadata"), "listed twice"),
+        (add_resource("a\0"), "must be relative"),
+        (add_resource(""), "must be relative"),
+        (add_resource(".snapshot_metadata"), "lists a file twice"),
         (add_resource("model.sig"), "model.sig is missing"),
         (add_resource("a", algorithm="blake3"), "blake3"),
-        (add_resource("a", digest="00"), "must have a SHA-256"),
-        (set_serialization(ignore_paths=["."]), "must have paths inside"),
-        (set_serialization(ignore_paths=["../.."]), "must have paths inside"),
+        (add_resource("a", digest="00"), "a is missing"),
+        (set_serialization(ignore_paths=["."]), "must be relative"),
+        (set_serialization(ignore_paths=["../.."]), "must be relative"),
         (set_serialization(method="shards", shard_size=1), "'shards'"),
         (set_serialization(hash_type="blake2b"), "'blake2b'"),
         (set_serialization(ignore_paths="data"), "Expected `array`"),
@@ -449,14 +437,6 @@ def test_verify_refuses_a_storage_that_cannot_list(monkeypatch):
     monkeypatch.setattr(MemoryStorage, "capabilities", replace(MemoryStorage.capabilities, list=False))
     with pytest.raises(SnapshotError, match="cannot list files"):
         Snapshot(url, key=PUBLIC).verify()
-
-
-def test_verify_reads_again_over_a_network_what_does_not_match(tmp_path):
-    url = "memory://oms/retried"
-    Snapshot.take(url, state())
-    Snapshot(url).sign(KEY)
-    with faulty(on="read_into", path="*.safetensors", flip=3):
-        assert Snapshot(f"faulty+{url}", key=PUBLIC).verify().ok
 
 
 def test_take_refuses_ecdsa_keys_and_names_the_command(tmp_path):
