@@ -69,9 +69,7 @@ class Folder:
 
         async def look(path: str) -> FileStat:
             if self._path and os.path.islink(f"{self._path}/{path}"):
-                raise SignatureError(
-                    f"{self._path}/{path}: is a link, which no signature covers; copy the file (cp -L)"
-                )
+                raise SignatureError(f"{self._path}/{path}: is a link, which no signature covers; copy it (cp -L)")
             return await self._storage.stat(path)
 
         return dict(zip(found, await gather_limited(found, look), strict=True))

@@ -288,6 +288,33 @@ def test_verify_notices_a_snapshot_that_is_replaced_meanwhile(step, monkeypatch)
     assert b"data/more" not in b64decode(json.loads((step / "model.sig").read_bytes())["dsseEnvelope"]["payload"])
 
 
+def verify_together(path):
+    """Return what a rank gets, and which files it has hashed."""
+    hashed = []
+    real = folders.Folder._hash_bytes
+
+    async def hash_bytes(folder, path, found, meter):
+        hashed.append(path)
+        return await real(folder, path, found, meter)
+
+    folders.Folder._hash_bytes = hash_bytes
+    try:
+        return hashed, Snapshot(path, key=PUBLIC).verify(ranks=True).signer
+    except SnapshotError as error:
+        return hashed, f"{type(error).__name__}: {error}"
+    finally:
+        folders.Folder._hash_bytes = real
+
+
+def test_verify_shares_the_files_among_ranks_and_fails_on_all(step, two):
+    (one, signer), (other, same) = two.run(verify_together, str(step))
+    assert signer == same == str(bundles.EcdsaKey(PUBLIC, "key"))
+    assert sorted(one + other) == [each["name"] for each in statement_of(step)["predicate"]["resources"]]
+    change_byte(data_file(step))
+    for _, text in two.run(verify_together, str(step)):
+        assert "is not the signed one" in text
+
+
 # Bundles that are damaged or hostile
 
 
