@@ -4,10 +4,13 @@ import secrets
 
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from snapshot import CorruptSnapshotError, Snapshot, StateDict, TakeOptions
+from snapshot.errors import SignatureError
 from snapshot.testing import faulty
+from tests.helpers.storage_calls import use
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 MiB = 1 << 20
@@ -53,6 +56,22 @@ def test_signed_snapshots_on_object_stores_verify(place):
         assert torch.equal(live["s"]["w"], state()["s"]["w"])
         assert snapshot.read_object("s/w", box=[slice(2 * MiB, 2 * MiB + 1)]).tolist() == [2 * MiB]
         snapshot.delete()
+
+
+def test_snapshot_signed_as_a_folder_on_object_stores_verifies_until_a_file_changes(place):
+    url, options = place
+    key = ec.derive_private_key(7, ec.SECP256R1())
+    Snapshot.take(f"{url}/a", state(), storage_options=options)
+    Snapshot(f"{url}/a", storage_options=options).sign(key)
+    signed = Snapshot(f"{url}/a", storage_options=options, key=key.public_key())
+    assert signed.verify()
+    use(f"{url}/a", options or {}, lambda storage: storage.put("data/more", b"x"))
+    with pytest.raises(SignatureError, match="data/more is not signed"):
+        signed.verify()
+    use(f"{url}/a", options or {}, lambda storage: storage.delete(["data/more"]))
+    assert signed.verify(quick=True)
+    signed.delete()
+    assert "a/model.sig" not in use(url, options or {}, lambda storage: storage.list())
 
 
 def test_signed_snapshot_damaged_in_transfer_is_read_again_or_refused(place):
