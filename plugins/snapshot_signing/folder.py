@@ -141,13 +141,15 @@ class FolderKey:
         mine = {path: before[path] for path in chosen if path in before}
         hashed = run(folder.hash_files(mine, operation.meter))
         _expect_none(session, {"not the signed one": {path for path in hashed if hashed[path] != signed[path]}})
-        covered = {session.url.join(path).location for path in signed}
+        covered = {str(session.url.join(path)) for path in signed}
         _expect_none(session, {"not covered by the signature": run(_find_needed(session, ignored)) - covered})
         report = verify_newest(session, Meter("verify", None), exchange=exchange, quick=quick, resume=resume)
         if run(folder.scan()) != before:
             raise SignatureError(f"{session.url}: was changed while it was verified; verify it again")
         # the signed SHA-256 of each file stands for the digests that other libraries' checkpoints don't have
-        return replace(report, signer=self.signer if mine else "", unverifiable=0, seconds=operation.seconds)
+        return replace(
+            report, signer="" if quick and not mine else self.signer, unverifiable=0, seconds=operation.seconds
+        )
 
     async def _read_bundle(self, session: Session) -> tuple[dict[str, str], list[str]]:
         try:
@@ -172,7 +174,7 @@ async def _find_needed(session: Session, ignored: Sequence[str]) -> set[str]:
     document = (await open_main(session)).document
     names = {*document.stored_files, *(part.location for part in document.parts), *({METADATA} & {*ignored})}
     place = getattr(document, "place", session.url)  # of another library's checkpoint
-    return {place.join(name).location for name in names - {INLINE}}
+    return {str(place.join(name)) for name in names - {INLINE}}
 
 
 def sign_folder(operation: Operation, place: Location, key: EcdsaKey) -> VerifyReport:
