@@ -148,7 +148,7 @@ class FolderKey:
             raise SignatureError(f"{session.url}: was changed while it was verified; verify it again")
         # the signed SHA-256 of each file stands for the digests that other libraries' checkpoints don't have
         return replace(
-            report, signer="" if quick and not mine else self.signer, unverifiable=0, seconds=operation.seconds
+            report, signer=self.signer if mine or not quick else "", unverifiable=0, seconds=operation.seconds
         )
 
     async def _read_bundle(self, session: Session) -> tuple[dict[str, str], list[str]]:
