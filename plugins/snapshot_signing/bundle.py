@@ -132,8 +132,7 @@ def decode_bundle(data: bytes, key: EcdsaKey, where: object) -> tuple[dict[str, 
     Raise `SignatureError` unless this key signed the bundle.
     """
     try:
-        payload = _verify(decode_json(data, _Bundle, where), key, where)
-        statement: _Statement = decode_json(payload, _Statement, where)
+        statement: _Statement = decode_json(_verify(decode_json(data, _Bundle, where), key, where), _Statement, where)
         if (statement.type, statement.predicate_type) != (STATEMENT, PREDICATE):
             raise SignatureError(f"{where}: must be {PREDICATE}, got {statement.predicate_type[:200]!r}")
         predicate: _Predicate = decode_json(statement.predicate, _Predicate, where)

@@ -146,10 +146,9 @@ class FolderKey:
         report = verify_newest(session, Meter("verify", None), exchange=exchange, quick=quick, resume=resume)
         if run(folder.scan()) != before:
             raise SignatureError(f"{session.url}: was changed while it was verified; verify it again")
+        signer = self.signer if mine or not quick else ""
         # the signed SHA-256 of each file stands for the digests that other libraries' checkpoints don't have
-        return replace(
-            report, signer=self.signer if mine or not quick else "", unverifiable=0, seconds=operation.seconds
-        )
+        return replace(report, signer=signer, unverifiable=0, seconds=operation.seconds)
 
     async def _read_bundle(self, session: Session) -> tuple[dict[str, str], list[str]]:
         try:
