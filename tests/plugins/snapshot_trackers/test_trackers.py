@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -38,8 +39,11 @@ def test_wandb_run_has_an_artifact_for_each_snapshot_and_reads_none_of_it(tmp_pa
             if path.is_file()
         }
     assert "nonfinite" in made[1][0].metadata["suspect"][0]
-    stored = b"".join(path.read_bytes() for path in tmp_path.glob("wandb/offline-run-*/*.wandb"))
-    assert all(digest.encode() in stored for digest in digests)
+    (stored,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    end = time.monotonic() + 60
+    while not all(digest.encode() in stored.read_bytes() for digest in digests):  # W&B writes it in another process
+        assert time.monotonic() < end, stored.read_bytes()
+        time.sleep(0.05)
 
 
 @pytest.mark.libraries
