@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import io
-import json
 import lzma
 import re
 import tarfile
@@ -12,7 +11,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib import import_module
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
@@ -82,7 +80,12 @@ _NAMED = re.compile(
 )
 """What looks like an instruction that names something, in bytes that cannot be followed."""
 _PROGRAM = re.compile(rb"\x7fELF|MZ.{0,1000}?PE\0\0|\xcf\xfa\xed\xfe|\xca\xfe\xba\xbe", re.DOTALL)
-_TAG = re.compile(rb'"class_name":\s*"(?:Lambda|__lambda__)"|!!python/[\w/:.]+')
+_TAG = re.compile(
+    rb'"class_name"\s{0,40}:\s{0,40}"(?:Lambda|__lambda__)"|"class_name"\s{0,40}:?\s{41}|!!python/[\w/:.]{1,60}'
+)
+"""Layers of Keras with code, also behind many spaces, and YAML's objects of Python."""
+_CONFIG = re.compile(_TAG.pattern + rb"|\\u00(?:[46][1-9a-fA-F]|[57][0-9aA]|5[fF])")
+"""Those in JSON, also behind letters that are escaped, as no writer does."""
 _OPERATION = re.compile(rb"(?:ReadFile|WriteFile|MatchingFiles|EagerPyFunc|PyFunc)\b|" + _TAG.pattern)
 
 
@@ -192,7 +195,8 @@ class Examination:
             self._read_npy(region, member)
             return "array"
         if head.startswith(b"\x89HDF\r\n\x1a\n"):
-            self._read_hdf5(region, member)
+            self._search_names(region.sub(0, SEARCHED), member)
+            self._read_text(region, member, _CONFIG)  # which is stored as it is
             return "HDF5"
         if _PROGRAM.match(head):
             self.report(member, "model", "a program or a library")
@@ -203,7 +207,8 @@ class Examination:
         is_text = b"\0" not in head and "\ufffd" not in head.decode("utf-8", "replace")[:-4]
         kind = next((kind for magic, kind in _DATA.items() if head.startswith(magic)), "text" if is_text else "data")
         if is_text or name.endswith(".pb"):
-            self._read_text(region, member, _TAG if is_text else _OPERATION)
+            in_text = _CONFIG if head.lstrip()[:1] in (b"{", b"[") else _TAG
+            self._read_text(region, member, in_text if is_text else _OPERATION)
         if head and (found := _PICKLED.search(name)):
             self.report(member, "unexamined", f"{'unknown data' if kind == 'data' else kind}, not a {found[0]} file")
         return kind
@@ -379,23 +384,8 @@ class Examination:
             self.examine(of_bytes(made), member, depth + 1)
         return bool(made) or (machine.eof and not error)
 
-    def _read_hdf5(self, region: Region, member: str) -> None:
-        self._search_names(region.sub(0, SEARCHED), member)
-        try:
-            with import_module("h5py").File(io.BufferedReader(region.sub(0)), "r") as file:
-                config = file.attrs.get("model_config", b"")
-            self._read_text(of_bytes(config.encode() if isinstance(config, str) else bytes(config)), member)
-        except Exception as error:  # noqa: BLE001 - a hostile file may cause any; and h5py may be missing
-            self.report(member, "unexamined", f"HDF5: {error}")
-
-    def _read_text(self, region: Region, member: str, pattern: re.Pattern[bytes] = _TAG) -> None:
+    def _read_text(self, region: Region, member: str, pattern: re.Pattern[bytes]) -> None:
         """Find operations on files, Lambda layers of Keras, and objects of Python in YAML."""
-        if region.at(0, 64).lstrip()[:1] in (b"{", b"["):
-            try:  # the text may have escapes
-                region = of_bytes(json.dumps(json.loads(region.at(0, 16 * MiB))).encode())
-            except (ValueError, RecursionError):
-                if region.size > 16 * MiB:
-                    self.report(member, "limit", "a JSON file that is too long to be parsed")
         for found in {found.decode() for _, found in region.search(pattern)}:
             self.report(member, "model", found)
 

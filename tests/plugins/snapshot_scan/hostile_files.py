@@ -166,7 +166,9 @@ SUSPICIOUS = {
     "model.zst": (b"\x28\xb5\x2f\xfd" + b"\0" * 50, "unexamined"),
     "noise.pt": (bytes(range(255, 100, -1)), "unexamined"),
     "pointer.pt": (b"version https://git-lfs.github.com/spec/v1\n", "unexamined"),
-    "model.h5": (b"\x89HDF\r\n\x1a\n" + b"\0" * 90, "unexamined"),
+    "model.h5": (b"\x89HDF\r\n\x1a\n" + b"\0" * 90 + KERAS.encode(), "model"),
+    "spaces.h5": (b"\x89HDF\r\n\x1a\n" + KERAS.replace(": ", ":" + " " * 400).encode(), "model"),
+    "escaped.h5": (b"\x89HDF\r\n\x1a\n" + ESCAPED.encode(), "model"),
     "long.npy": (b"\x93NUMPY\2\0\xff\xff\xff\x7f{", "unexamined"),
 }
 """Files in which something is suspicious, or cannot be examined, and the rule that says so."""
