@@ -36,7 +36,7 @@ class Event:
     A take sends `blocked` when its call returns, with the `seconds` that the call took.
 
     A take sends `committed` with its `bytes`, `shared_bytes` and `seconds`, the `digest` at the end of its manifest,
-    from which every other byte of the snapshot follows, and why it is `suspect`, which is empty for a good one.
+    from which every other byte of the snapshot follows, why it is `suspect`, and other `findings` of guards, or `()`.
 
     A take with `compression="auto"` sends `compression`: whether it is `chosen`, and the expected bytes per second,
     `raw` and `compressed`.
@@ -104,7 +104,7 @@ def remove_handler(handler: Handler) -> None:
 def emit(name: str, verb: str, path: str, **fields: Any) -> None:
     """Call the handlers, and log the event if it ends an operation."""
     if name in LOGGED:
-        shown = ", ".join(f"{key} {value}" for key, value in fields.items() if value != [])
+        shown = ", ".join(f"{key} {value}" for key, value in fields.items() if value != ())
         log.info("%s %s: %s", verb, path, shown)
     for handler in (*_installed(), *_handlers):
         try:

@@ -81,10 +81,14 @@ def _message(payload: bytes) -> bytes:
 # What is read of a bundle. It may have other fields, such as an empty list of entries in a log.
 
 
+class _Signature(msgspec.Struct):
+    sig: str
+
+
 class _Envelope(msgspec.Struct, rename="camel"):
     payload: str
     payload_type: str
-    signatures: list[dict[str, str]]
+    signatures: list[_Signature]
 
 
 class _Bundle(msgspec.Struct, rename="camel"):
@@ -99,14 +103,28 @@ class _Serialization(msgspec.Struct):
     ignore_paths: list[str] = []
 
 
+class _Resource(msgspec.Struct):
+    name: str
+    algorithm: str
+    digest: str
+
+
 class _Predicate(msgspec.Struct):
     serialization: _Serialization
-    resources: list[dict[str, str]]
+    resources: list[_Resource]
+
+
+class _Digests(msgspec.Struct):
+    sha256: str
+
+
+class _Subject(msgspec.Struct):
+    digest: _Digests
 
 
 class _Statement(msgspec.Struct, rename="camel"):
     predicate_type: str
-    subject: list[dict[str, Any]]
+    subject: list[_Subject]
     predicate: msgspec.Raw
     type: str = msgspec.field(name="_type")
 
@@ -133,18 +151,19 @@ def decode_bundle(data: bytes, key: EcdsaKey, where: object) -> tuple[dict[str, 
     """
     try:
         statement: _Statement = decode_json(_verify(decode_json(data, _Bundle, where), key, where), _Statement, where)
-        if (statement.type, statement.predicate_type) != (STATEMENT, PREDICATE):
-            raise SignatureError(f"{where}: must be {PREDICATE}, got {statement.predicate_type[:200]!r}")
+        for wanted, got in ((STATEMENT, statement.type), (PREDICATE, statement.predicate_type)):
+            if got != wanted:
+                raise SignatureError(f"{where}: must be {wanted}, got {got[:200]!r}")
         predicate: _Predicate = decode_json(statement.predicate, _Predicate, where)
         how, resources = predicate.serialization, predicate.resources
-        hashes = {how.hash_type, *(each.get("algorithm", "") for each in resources)}
+        hashes = {how.hash_type, *(each.algorithm for each in resources)}
         if how.method != "files" or hashes != {"sha256"}:
-            got = f"{sorted(hashes)} of {how.method!r}"[:200]
-            raise SignatureError(f"{where}: must have sha256 of 'files', got {got}; sign it again in that way")
-        digests = {check_path(each.get("name", "")): each.get("digest", "") for each in resources}
+            other = f"{sorted(hashes)} of {how.method!r}"[:200]
+            raise SignatureError(f"{where}: must have sha256 of 'files', got {other}; sign it again in that way")
+        digests = {check_path(each.name): each.digest.lower() for each in resources}
         if len(digests) < len(resources):
             raise SignatureError(f"{where}: lists a file twice")
-        if [each.get("digest") for each in statement.subject] != [{"sha256": _root_of(digests.values())}]:
+        if [each.digest.sha256.lower() for each in statement.subject] != [_root_of(digests.values())]:
             raise SignatureError(f"{where}: is inconsistent: its subject does not have the digest of its files")
         return digests, list(map(check_path, how.ignore_paths))
     except CorruptSnapshotError as error:
@@ -156,16 +175,17 @@ def decode_bundle(data: bytes, key: EcdsaKey, where: object) -> tuple[dict[str, 
 def _verify(bundle: _Bundle, key: EcdsaKey, where: object) -> bytes:
     """Return the payload of a bundle's envelope, if this key signed it."""
     envelope, named = bundle.dsse_envelope, bundle.verification_material.get("publicKey")
-    if (bundle.media_type, envelope.payload_type) != (MEDIA_TYPE, PAYLOAD_TYPE):
-        raise SignatureError(f"{where}: must be {MEDIA_TYPE}, got {bundle.media_type[:200]!r}")
+    for wanted, got in ((MEDIA_TYPE, bundle.media_type), (PAYLOAD_TYPE, envelope.payload_type)):
+        if got != wanted:
+            raise SignatureError(f"{where}: must be {wanted}, got {got[:200]!r}")
     if not isinstance(named, dict):
         raise SignatureError(f"{where}: is by a certificate or an identity, and only keys are known")
-    if named.get("hint") not in (None, key.hint):
+    if named.get("hint") not in (None, "", key.hint):
         raise SignatureError(f"{where}: is by another key: must be by {key}, got {str(named['hint'])[:200]!r}")
     if len(envelope.signatures) != 1:
         raise SignatureError(f"{where}: must have one signature, got {len(envelope.signatures)}")
     payload = b64decode(envelope.payload, validate=True)
-    if not key.verify(b64decode(envelope.signatures[0].get("sig", ""), validate=True), payload):
+    if not key.verify(b64decode(envelope.signatures[0].sig, validate=True), payload):
         raise SignatureError(f"{where}: does not match: the signature or the statement was changed, or the key differs")
     return payload
 

@@ -137,7 +137,7 @@ def read_key(key: Key, argument: str) -> tuple[Any, str]:
     if not isinstance(key, (str, os.PathLike)):
         return key, argument
     if not os.fspath(key):
-        raise ValueError(f"{argument} must be an Ed25519 key or the path of a PEM file, got an empty path")
+        raise ValueError(f"{argument} must be an Ed25519 or ECDSA key or the path of a PEM file, got an empty path")
     where = f"{argument}: {os.fspath(key)}"
     return _read_pem(Path(key), where), where
 
@@ -149,7 +149,7 @@ def make_signer(key: Any, where: str, argument: str, *, private: bool = False) -
         return Signer(key.public_key(), key)
     if not isinstance(key, ed25519.Ed25519PublicKey):
         kind = TypeError if where == argument else ValueError
-        raise kind(f"{where}: must be an Ed25519 key or the path of a PEM file, got {type(key).__name__}")
+        raise kind(f"{where}: must be an Ed25519 or ECDSA key or the path of a PEM file, got {type(key).__name__}")
     if private:
         raise ValueError(f"{where}: must be a private key, got a public one")
     return Signer(key, None)

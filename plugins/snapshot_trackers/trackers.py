@@ -35,7 +35,9 @@ class Record(NamedTuple):
     digest: str
     """The digest at the end of the manifest, from which every other byte of the snapshot follows."""
     suspect: list[str]
-    """Why the snapshot is suspect; empty for a good one."""
+    """Why the snapshot is suspect; empty unless it is."""
+    findings: list[str]
+    """What else guards have found."""
     bytes: int
     """Bytes that this rank wrote."""
     seconds: float
@@ -50,14 +52,21 @@ class Record(NamedTuple):
             None if step is None else int(step[1]),
             fields["digest"],
             list(fields["suspect"]),
+            list(fields["findings"]),
             fields["bytes"],
             fields["seconds"],
         )
 
     @property
     def verdict(self) -> str:
-        """What the guards say of it."""
-        return "; ".join(self.suspect) or "good"
+        """What guards say of it."""
+        return "suspect: " * bool(self.suspect) + ("; ".join([*self.suspect, *self.findings]) or "no findings")
+
+    @property
+    def name(self) -> str:
+        """A name for it that no other snapshot has."""
+        place = "snapshot" if self.step is None else f"step-{self.step}"
+        return f"{place}-{self.digest.rpartition(':')[2][:8]}"
 
 
 class Tracker(ABC):
@@ -108,12 +117,14 @@ class Tracker(ABC):
         while (record := self._waiting.get()) is not None:
             try:
                 self.tell(record)
-            except Exception as error:  # noqa: BLE001 - a training of weeks must not fail by a tracker
+            except BaseException as error:  # noqa: BLE001 - neither may the thread end: it is told of later ones
                 log.warning("%s: cannot tell %s of it: %s", record.url, type(self).__name__, error)
 
 
 class WandbTracker(Tracker):
     """Logs each snapshot as an artifact of a W&B run: a reference, and `snapshot.json` with its URL and digest.
+
+    Call `close` before `run.finish()`: W&B ignores what comes after that.
 
     Args:
         run: What `wandb.init` returned.
@@ -139,11 +150,11 @@ class WandbTracker(Tracker):
         except Exception as error:  # noqa: BLE001 - such as a scheme whose package is not installed
             log.warning("%s: W&B cannot refer to it: %s; snapshot.json of the artifact has the URL", record.url, error)
         step = [] if record.step is None else [f"step-{record.step}"]
-        self._run.log_artifact(artifact, aliases=["latest", *step, "suspect" if record.suspect else "good"])
+        self._run.log_artifact(artifact, aliases=["latest", *step, *(["suspect"] if record.suspect else [])])
 
 
 class MLflowTracker(Tracker):
-    """Logs each snapshot as a file `snapshots/step-100.json` of an MLflow run, and the newest one in its tags.
+    """Logs each snapshot as a file such as `snapshots/step-100-02035f3c.json`, and the newest one in the run's tags.
 
     Args:
         client: An `mlflow.MlflowClient`.
@@ -159,10 +170,10 @@ class MLflowTracker(Tracker):
         tags = {"url": record.url, "step": record.step, "digest": record.digest, "verdict": record.verdict[:5000]}
         for name, value in tags.items():
             self._client.set_tag(self._run_id, f"snapshot.{name}", value)
-        for name, number in (("bytes", record.bytes), ("seconds", record.seconds)):
-            self._client.log_metric(self._run_id, f"snapshot.{name}", number, step=record.step or 0)
-        name = record.url.rpartition("/")[2]
-        self._client.log_dict(self._run_id, record._asdict(), f"snapshots/{name}.json")
+        numbers = {"bytes": record.bytes, "seconds": record.seconds} if record.step is not None else {}
+        for name, number in numbers.items():
+            self._client.log_metric(self._run_id, f"snapshot.{name}", number, step=record.step)
+        self._client.log_dict(self._run_id, record._asdict(), f"snapshots/{record.name}.json")
 
 
 class TensorBoardTracker(Tracker):

@@ -33,7 +33,7 @@ from snapshot.manifest.document import METADATA, PartEntry, decode_metadata, dig
 from snapshot.manifest.parts import ManifestPart, decode_part, encode_own_part
 from snapshot.plan.consensus import add_sums
 from snapshot.save.describe import RankManifest, build_document
-from snapshot.save.findings import suspicions
+from snapshot.save.findings import noted_findings, suspicions
 from snapshot.save.rank_share import FEW
 from snapshot.save.take_options import TakeSigner
 from snapshot.save.transaction import Transaction, clean_after_commit
@@ -150,8 +150,10 @@ class Committed(msgspec.Struct, array_like=True):
     """The observers that no rank has dropped."""
     digest: str = ""
     """The digest in the committed manifest, from which all other bytes of the snapshot follow."""
-    suspect: list[str] = []
+    suspect: tuple[str, ...] = ()
     """Why the snapshot is suspect; empty unless it is."""
+    findings: tuple[str, ...] = ()
+    """What else guards have found."""
 
 
 async def commit_with_ranks(
@@ -297,7 +299,7 @@ async def _commit(
     if judge is not None:
         metadata, observers = judge([each.told for each in done], manifest.metadata)
         manifest = replace(manifest, metadata=metadata)
-    suspect = list(suspicions(decode_metadata(manifest.metadata)))
+    known = decode_metadata(manifest.metadata)
     parts = [each.own_part for each in done if each.own_part is not None and each.own_part.count]
 
     async def read(rank: int) -> ManifestPart:
@@ -321,7 +323,8 @@ async def _commit(
         await signer.put_signature(session.storage, save_id, data, roots)
     stored = [rank for rank in range(1, len(done)) if not done[rank].sent_part]
     await transaction.commit(data, [leader_part_path(save_id, rank) for rank in stored])
-    return Committed(data, [], sum(each.nbytes for each in done), observers, digest_in(data), suspect)
+    nbytes, verdict = sum(each.nbytes for each in done), (suspicions(known), noted_findings(known))
+    return Committed(data, [], nbytes, observers, digest_in(data), *verdict)
 
 
 async def expect_written(storage: Storage, shares: Sequence[Sequence[tuple[str, int]]]) -> None:

@@ -242,14 +242,9 @@ class Take:
             await shielded(self.session.close())
             self._meter.close()
         seconds = time.perf_counter() - self._began
-        self.emit(
-            "committed",
-            bytes=self.plan.total_bytes,
-            shared_bytes=self._reuse.nbytes,
-            seconds=round(seconds, 3),
-            digest=committed.digest,
-            suspect=committed.suspect,
-        )
+        verdict = {"digest": committed.digest, "suspect": committed.suspect, "findings": committed.findings}
+        nbytes, shared = self.plan.total_bytes, self._reuse.nbytes
+        self.emit("committed", bytes=nbytes, shared_bytes=shared, seconds=round(seconds, 3), **verdict)
 
     async def _await_metadata(self, later: Future[Mapping[str, Any]]) -> msgspec.Raw:
         found: Mapping[str, Any] = await asyncio.wrap_future(later)

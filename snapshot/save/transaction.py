@@ -190,7 +190,7 @@ async def clean_after_commit(storage: Storage, keep: str) -> None:
         now = await committed_save_id(storage)
         gone = [path for path in left if save_id_of(path) != now]
         if now is not None and gone:
-            await storage.delete([*gone, BUNDLE])  # a bundle of what was replaced
+            await storage.delete(gone)
     except SnapshotError as error:  # the snapshot is committed: leftovers only cost space
         log.warning("%s: cannot delete the leftovers of earlier takes: %s", storage.url, error)
         return

@@ -112,7 +112,7 @@ def test_verify_accepts_what_the_key_has_signed(tmp_path, curve):
     assert report.ok
     assert report.signer == signed.signer == str(bundles.EcdsaKey(key, "key"))
     assert report.signer in report.summary
-    assert Snapshot(tmp_path / "moved", key=key).verify(quick=True).signer == report.signer
+    assert Snapshot(tmp_path / "moved", key=key).verify().signer == report.signer
 
 
 def test_sign_lists_each_file_in_canonical_order(step):
@@ -180,13 +180,12 @@ def test_verify_shows_its_progress(step):
 # What does not
 
 
-@pytest.mark.parametrize("quick", [False, True])
-def test_verify_names_files_that_were_added_or_removed(step, quick):
+def test_verify_names_files_that_were_added_or_removed(step):
     (step / "more.txt").touch()
     shutil.copy(data_file(step), step / "data" / "copy")
     data_file(step).unlink()
     with pytest.raises(SignatureError) as raised:
-        Snapshot(step, key=PUBLIC).verify(quick=quick)
+        Snapshot(step, key=PUBLIC).verify()
     assert len(raised.value.faults) == 3
     for text in ("more.txt is not signed", "data/copy is not signed", ".safetensors is missing"):
         assert text in str(raised.value)
@@ -249,15 +248,72 @@ def test_verify_refuses_links(step, tmp_path):
         Snapshot(step, key=PUBLIC).verify()
 
 
-@pytest.mark.parametrize("ignored", ["data", ".snapshot_metadata"])
-def test_verify_refuses_a_signature_that_ignores_files_of_the_snapshot(step, ignored):
+@pytest.mark.parametrize("ignored", ["data", ".snapshot_metadata", "config.json"])
+def test_verify_leaves_out_no_file_that_a_signature_ignores(step, ignored):
+    (step / "config.json").touch()
+
     def ignore(statement):
         predicate = statement["predicate"]
         predicate["serialization"]["ignore_paths"].append(ignored)
         predicate["resources"] = [each for each in predicate["resources"] if not each["name"].startswith(ignored)]
 
+    Snapshot(step).sign(KEY)
     sign_again(step, ignore)
-    expect_refused(step, ignored, "is not covered by the signature")
+    expect_refused(step, ignored, "is not signed")
+
+
+def test_verify_refuses_files_of_the_checkpoint_in_a_folder_that_no_signature_covers(tmp_path):
+    (tmp_path / ".git").mkdir()
+    save_file({"w": torch.arange(3.0)}, tmp_path / ".git" / "w.safetensors")
+    index = {"metadata": {"total_size": 12}, "weight_map": {"w": ".git/w.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    Snapshot(tmp_path).sign(KEY)
+    expect_refused(tmp_path, ".git/w.safetensors is not covered by the signature")
+
+
+def test_verify_ignores_only_a_file_as_a_pin(step):
+    (step / ".pinned").mkdir()
+    (step / ".pinned" / "more.py").touch()
+    expect_refused(step, ".pinned/more.py is not signed")
+
+
+def test_verify_refuses_a_quick_look(step):
+    with pytest.raises(ValueError, match="quick must be False with an ECDSA key"):
+        Snapshot(step, key=PUBLIC).verify(quick=True)
+
+
+def test_verify_accepts_other_fields_and_spellings(step):
+    def change(statement):
+        statement["subject"][0]["digest"] = {
+            "sha256": statement["subject"][0]["digest"]["sha256"].upper(),
+            "sha512": "0",
+        }
+        for each in statement["predicate"]["resources"]:
+            each |= {"digest": each["digest"].upper(), "size": 3, "annotations": {"a": [1]}}
+
+    sign_again(step, change)
+    assert Snapshot(step, key=PUBLIC).verify().ok
+
+
+def test_faults_of_names_with_line_breaks_are_one_line_each(step):
+    (step / "a\nall is well").touch()
+    assert expect_refused(step).faults == ("a\\nall is well is not signed",)
+    with pytest.raises(SnapshotError, match=r"cannot sign a file of this name: 'a\\nall is well'; rename it"):
+        Snapshot(step).sign(KEY)
+
+
+def test_sign_notices_a_change_that_keeps_size_and_time(step, monkeypatch):
+    before, verify_newest = (step / "model.sig").read_bytes(), folders.verify_newest
+
+    def verify(*given, **named):
+        report = verify_newest(*given, **named)
+        change_byte(data_file(step))
+        return report
+
+    monkeypatch.setattr(folders, "verify_newest", verify)
+    with pytest.raises(SnapshotError, match="was changed while it was signed"):
+        Snapshot(step).sign(KEY)
+    assert (step / "model.sig").read_bytes() == before
 
 
 def test_verify_reports_damage_that_was_signed(step):
@@ -291,19 +347,19 @@ def test_verify_notices_a_snapshot_that_is_replaced_meanwhile(step, monkeypatch)
 def verify_together(path):
     """Return what a rank gets, and which files it has hashed."""
     hashed = []
-    real = folders.Folder._hash_bytes
+    real = folders.Folder._hash
 
-    async def hash_bytes(folder, path, found, meter):
+    async def hash_file(folder, path, found, meter):
         hashed.append(path)
         return await real(folder, path, found, meter)
 
-    folders.Folder._hash_bytes = hash_bytes
+    folders.Folder._hash = hash_file
     try:
         return hashed, Snapshot(path, key=PUBLIC).verify(ranks=True).signer
     except SnapshotError as error:
         return hashed, f"{type(error).__name__}: {error}"
     finally:
-        folders.Folder._hash_bytes = real
+        folders.Folder._hash = real
 
 
 def test_verify_shares_the_files_among_ranks_and_fails_on_all(step, two):
@@ -497,10 +553,11 @@ def test_reads_of_other_formats_with_an_ecdsa_key_are_refused(tmp_path):
         load(Snapshot(tmp_path, key=PUBLIC))
 
 
-def test_delete_and_prune_and_replacement_delete_the_bundle(step):
+def test_delete_and_prune_delete_the_bundle_and_a_replaced_snapshot_needs_another(step):
     Snapshot.take(step, state(2), overwrite=True)
-    assert not (step / "model.sig").exists()
+    expect_refused(step, "is not signed", "is missing")
     Snapshot(step).sign(KEY)
+    assert Snapshot(step, key=PUBLIC).verify().ok
     Snapshot(step).delete()
     assert not step.exists()
     with SnapshotManager(step.parent, keep=1, signals=()) as manager:
@@ -518,15 +575,15 @@ class Counted:
 
     def __init__(self, monkeypatch):
         self.nbytes = 0
-        self.real = folders.Folder._hash_bytes
-        monkeypatch.setattr(folders.Folder, "_hash_bytes", self.count())
+        self.real = folders.Folder._hash
+        monkeypatch.setattr(folders.Folder, "_hash", self.count())
 
     def count(self):
-        async def hash_bytes(folder, path, found, meter):
+        async def hash_file(folder, path, found, meter):
             self.nbytes += found.size if path.endswith(".safetensors") else 0
             return await self.real(folder, path, found, meter)
 
-        return hash_bytes
+        return hash_file
 
     def take(self):
         nbytes, self.nbytes = self.nbytes, 0
@@ -545,8 +602,8 @@ def shared(tmp_path, monkeypatch):
     counted = Counted(monkeypatch)
     for path in (first, second):
         Snapshot(path).sign(KEY)
-    assert counted.take() == one.stat().st_size
-    folders._hashed.reset()
+    assert counted.take() == 2 * one.stat().st_size  # what is signed is always hashed
+    folders._verified.reset()
     return first, second, counted
 
 
@@ -558,6 +615,18 @@ def test_verify_hashes_a_file_that_is_shared_with_a_verified_base_once(shared):
     assert counted.take() == nbytes
     assert Snapshot(first, key=PUBLIC).verify().ok  # what is verified again is read again
     assert counted.take() == nbytes
+
+
+def test_verify_hashes_files_again_of_a_base_that_was_not_as_it_was_signed(shared):
+    first, second, counted = shared
+    (first / "more").touch()
+    expect_refused(first, "more is not signed")
+    (first / "more").unlink()
+    change_byte(first / ".snapshot_metadata")
+    expect_refused(first, ".snapshot_metadata is not the signed one")
+    counted.take()
+    assert Snapshot(second, key=PUBLIC).verify().ok
+    assert counted.take() == data_file(second).stat().st_size
 
 
 def test_verify_hashes_files_again_that_are_not_the_same_file(shared):

@@ -146,12 +146,12 @@ def test_sign_refuses_wrong_keys_before_writing(tmp_path, secret, public, caplog
     (tmp_path / "text").write_text("not a key")
     (tmp_path / "open").write_bytes(pem(secret))
     (tmp_path / "open").chmod(0o644)
-    for name, text in [("other", "must be an Ed25519 key"), ("encrypted", "is encrypted"), ("text", "must be an Ed")]:
+    for name, text in [("other", "must be an Ed25519"), ("encrypted", "is encrypted"), ("text", "must be an Ed")]:
         with pytest.raises(ValueError, match=text):
             Snapshot.take(tmp_path / "s", small(), options=TakeOptions(sign=tmp_path / name))
     with pytest.raises(FileNotFoundError):
         Snapshot.take(tmp_path / "s", small(), options=TakeOptions(sign=tmp_path / "missing"))
-    with pytest.raises(TypeError, match="must be an Ed25519 key"):
+    with pytest.raises(TypeError, match="must be an Ed25519"):
         Snapshot.take(tmp_path / "s", small(), options=TakeOptions(sign=b"key"))
     with pytest.raises(ValueError, match="must be a private key"):
         Snapshot.take(tmp_path / "s", small(), options=TakeOptions(sign=public))

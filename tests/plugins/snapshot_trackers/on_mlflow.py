@@ -56,6 +56,7 @@ def test_mlflow_run_has_a_record_of_each_snapshot_and_reads_none_of_it(tmp_path)
         assert "nonfinite" in tags["snapshot.verdict"]
         assert [each.step for each in client.get_metric_history(run, "snapshot.bytes")] == [100, 200]
         for step, digest in zip((100, 200), digests, strict=True):
-            path = client.download_artifacts(run, f"snapshots/step-{step}.json", str(tmp_path))
+            name = f"step-{step}-{digest.removeprefix('xxh3:')[:8]}"
+            path = client.download_artifacts(run, f"snapshots/{name}.json", str(tmp_path))
             known = json.loads(Path(path).read_text())
             assert (known["step"], known["digest"], bool(known["suspect"])) == (step, digest, step == 200)

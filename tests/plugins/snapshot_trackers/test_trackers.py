@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from snapshot import Snapshot
+from snapshot import Snapshot, TakeOptions
 from snapshot_trackers import TensorBoardTracker, WandbTracker, trackers
 from snapshot_trackers.trackers import Record, Tracker
 from tests.helpers.framework_scripts import run_script
@@ -28,10 +28,10 @@ def test_wandb_run_has_an_artifact_for_each_snapshot_and_reads_none_of_it(tmp_pa
                             or log_artifact(*given, **named))  # fmt: skip
         digests, read = take_two(tmp_path / "a run", WandbTracker(run))
     assert read == []
-    for (artifact, aliases), step, digest, verdict in zip(made, (100, 200), digests, ("good", "suspect"), strict=True):
+    for (artifact, aliases), step, digest, verdict in zip(made, (100, 200), digests, ([], ["suspect"]), strict=True):
         url = (tmp_path / "a run" / f"step-{step}").as_uri()
         assert (artifact.type, artifact.metadata["url"], artifact.metadata["digest"]) == ("model", url, digest)
-        assert aliases == ["latest", f"step-{step}", verdict]
+        assert aliases == ["latest", f"step-{step}", *verdict]
         entries = artifact.manifest.entries
         assert {each.ref for name, each in entries.items() if name != "snapshot.json"} == {
             f"{url}/{path.relative_to(tmp_path / 'a run' / f'step-{step}')}"
@@ -60,7 +60,7 @@ def test_wandb_artifact_of_a_step_that_was_taken_again_is_another_version(tmp_pa
 
     tracker = WandbTracker(Run())
     for digest in ("xxh3:0", "xxh3:0", "xxh3:1"):
-        tracker.tell(Record("file:///a/step-1", 1, digest, [], 10, 1.0))
+        tracker.tell(Record("file:///a/step-1", 1, digest, [], [], 10, 1.0))
     tracker.close()
     assert digests[0] == digests[1] != digests[2]
 
@@ -77,7 +77,7 @@ def test_tensorboard_shows_each_snapshot_and_reads_none_of_it(tmp_path):
     found = EventAccumulator(str(tmp_path / "logs")).Reload()
     texts = found.Tensors("snapshot/text_summary")
     assert [each.step for each in texts] == [100, 200]
-    for text, digest, verdict in zip(texts, digests, ("good", "nonfinite"), strict=True):
+    for text, digest, verdict in zip(texts, digests, ("no findings", "suspect: nonfinite"), strict=True):
         shown = text.tensor_proto.string_val[0].decode()
         assert digest in shown
         assert verdict in shown
@@ -100,7 +100,7 @@ class Told(Tracker):
         self.begun.set()
         assert self.free.wait(300)
         self.records.append(record)
-        raise RuntimeError("the server said no")
+        raise SystemExit("the server said no")
 
 
 def test_tracker_that_hangs_and_then_fails_holds_up_no_take(tmp_path, monkeypatch, caplog):
@@ -138,6 +138,19 @@ def test_record_names_a_url_for_a_relative_path_and_another_storage(tmp_path, mo
         ((tmp_path / "a b" / "step-07").as_uri(), 7),
         ("memory://tracked/step-9", 9),
     ]
+
+
+def test_verdict_has_findings_of_a_snapshot_that_is_not_suspect(tmp_path):
+    tracker = Told()
+    tracker.free.set()
+    with handling(tracker):
+        Snapshot.take(tmp_path / "a", state())
+        Snapshot.take(tmp_path / "b", state(bad=True), options=TakeOptions(guards="report"))
+        Snapshot.take(tmp_path / "c", state(bad=True), options=TakeOptions(guards="off"))
+    whole, reported, off = (each.verdict for each in tracker.records)
+    assert whole == off == "no findings"
+    assert reported.startswith("nonfinite: ")
+    assert len({each.name for each in tracker.records}) == 3
 
 
 SCRIPT = """
