@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import bz2
 import io
+import json
 import lzma
+import math
 import re
 import tarfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain, pairwise
+from importlib import import_module
+from itertools import chain, islice, pairwise
 from typing import Any, NamedTuple
 
 from snapshot.formats import zip_archive
@@ -36,6 +40,8 @@ INFLATED = 64 * MiB
 """Bytes that one compressed content may have."""
 MOST_INFLATED = 1024 * MiB
 """Decompressed bytes of all contents of one file."""
+SEARCHED_TEXT = 256 * MiB
+"""Bytes of a text, or of a file in HDF5, that are searched for code of models."""
 MOST_FINDINGS = 10_000
 MOST_CONTENTS = 500_000
 """Members of all archives in one file."""
@@ -43,17 +49,21 @@ DEEPEST = 4
 """Archives and compressed contents in each other."""
 SEARCHED = 64 * MiB
 """Bytes after a pickle, or after a fault in one, that are searched for another one."""
+MOST_PLACES = 50_000
+"""Places in them where a pickle may begin, or headers in a broken archive."""
 DIRECTORY = 64 * MiB
 """Bytes of an archive's directory."""
 SLACK = 32
 """Bytes between the members of an archive: a descriptor, and some more."""
 LEGACY = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
 """The number in the first of the five pickles of an old torch file, after which the bytes of its storages follow."""
-_PICKLED = re.compile(r"\.(pkl|pickle|p|pt|pth|ckpt|joblib|dill|npy|npz|keras|nemo|tar|zip|h5|hdf5)$", re.IGNORECASE)
+_PICKLED = re.compile(
+    r"\.(pkl|pickle|p|pt|pth|ckpt|joblib|dill|npy|npz|keras|nemo|tar|zip|h5|hdf5|gz|bz2|xz|lzma|z)$", re.IGNORECASE
+)
 _MAYBE = re.compile(r"\.(bin|dat|data)$", re.IGNORECASE)
 """Files that may be pickles or anything else."""
-_SEVERAL = re.compile(r"\.distcp$|(^|/)data/[0-9a-f]{12}-\d+-\d+\.bin$")
-"""Files that are several archives, one after the other."""
+_OBJECTS = re.compile(r"(^|/)data/[0-9a-f]{12}-\d+-\d+\.bin$")
+"""Files of a snapshot with archives among other bytes: its manifest tells where."""
 _CHUNK = re.compile(r"(^|/)([0-9a-f]{32}|\d+(\.\d+)*|c|manifest\.ocdbt)$")
 """Files of arrays of Orbax and Zarr, whose blocks are compressed."""
 _ZSTD = b"\x28\xb5\x2f\xfd"
@@ -68,8 +78,11 @@ _DATA = {b"GGUF": "GGUF", b"\x89PNG": "image", b"\xff\xd8\xff": "image", b"GIF8"
 _ZLIB, _LZMA = partial(zlib.decompressobj, 47), partial(lzma.LZMADecompressor, memlimit=4 * INFLATED)
 _DECOMPRESSORS: dict[bytes, Callable[[], Any]] = {
     **dict.fromkeys((b"\x1f\x8b", b"x\x01", b"x^", b"x\x9c", b"x\xda"), _ZLIB),
-    **{b"BZh": bz2.BZ2Decompressor, b"\xfd7zXZ\0": _LZMA, b"]\0\0": _LZMA},
+    **{b"BZh": bz2.BZ2Decompressor, b"\xfd7zXZ\0": _LZMA, b"]\0": _LZMA},
 }
+_CERTAIN = (b"\x1f\x8b\x08", b"BZh", b"\xfd7zXZ\0")
+"""First bytes that no other content has."""
+_BOMS = {b"\xff\xfe\0\0": "utf-32", b"\0\0\xfe\xff": "utf-32", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 _DEFLATE = partial(zlib.decompressobj, -15)
 _METHODS: dict[int, Callable[[], Any]] = {zip_archive.DEFLATED: _DEFLATE, 12: bz2.BZ2Decompressor, 14: _LZMA}
 """Of the members of zip archives."""
@@ -81,12 +94,13 @@ _NAMED = re.compile(
 """What looks like an instruction that names something, in bytes that cannot be followed."""
 _PROGRAM = re.compile(rb"\x7fELF|MZ.{0,1000}?PE\0\0|\xcf\xfa\xed\xfe|\xca\xfe\xba\xbe", re.DOTALL)
 _TAG = re.compile(
-    rb'"class_name"\s{0,40}:\s{0,40}"(?:Lambda|__lambda__)"|"class_name"\s{0,40}:?\s{41}|!!python/[\w/:.]{1,60}'
+    rb'"class_name"\s{0,40}:\s{0,40}"(?:Lambda|__lambda__)"|"class_name"\s{0,40}:?\s{41}'
+    rb"|!!python/[\w/:.]{1,60}|tag:yaml\.org,2002:python|!!\w*%[0-9a-fA-F]{2}|(?:\A|\n)%TAG "
 )
-"""Layers of Keras with code, also behind many spaces, and YAML's objects of Python."""
+"""Layers of Keras with code, also behind many spaces, and YAML's objects of Python, also by other names for them."""
 _CONFIG = re.compile(_TAG.pattern + rb"|\\u00(?:[46][1-9a-fA-F]|[57][0-9aA]|5[fF])")
 """Those in JSON, also behind letters that are escaped, as no writer does."""
-_OPERATION = re.compile(rb"(?:ReadFile|WriteFile|MatchingFiles|EagerPyFunc|PyFunc)\b|" + _TAG.pattern)
+_OPERATION = re.compile(rb"ReadFile|WriteFile|MatchingFiles|EagerPyFunc|PyFunc|" + _TAG.pattern)
 
 
 class Finding(NamedTuple):
@@ -144,7 +158,7 @@ class Region(io.RawIOBase):
     def search(self, pattern: re.Pattern[bytes], begin: int = 0) -> Iterator[tuple[int, bytes]]:
         """Yield the places and bytes of all matches from `begin` on; those at the edges of blocks may come twice."""
         for place in range(begin, self.size, MiB):
-            yield from ((place + each.start(), each[0]) for each in pattern.finditer(self.at(place, MiB + 128)))
+            yield from ((place + each.start(), each[0]) for each in pattern.finditer(self.at(place, MiB + 1024)))
 
 
 def of_bytes(data: bytes) -> Region:
@@ -167,9 +181,9 @@ class Examination:
             found = Finding(self.file, "", "limit", f"more than {MOST_FINDINGS:,} findings")
         self.findings[found] = None
 
-    def examine(self, region: Region, member: str = "", depth: int = 0) -> str:  # noqa: PLR0911, PLR0912 - one per kind
-        """Examine a content, and those in it. Return its kind."""
-        head, name = region.at(0, 1024), member or self.file
+    def examine(self, region: Region, member: str = "", depth: int = 0, name: str = "") -> str:  # noqa: PLR0911, PLR0912
+        """Examine a content, and those in it. Return its kind. `name` is its own, without the suffix of an archive."""
+        head, name = region.at(0, 1024), name or member or self.file
         self._contents -= 1
         if depth > DEEPEST or self._contents < 0:
             what = f"{DEEPEST} archives in each other" if depth > DEEPEST else f"{MOST_CONTENTS:,} members"
@@ -177,26 +191,29 @@ class Examination:
             return "archive"
         # the first bytes of other kinds are instructions, too: a file can be a pickle at the same time
         is_zip = head.startswith(zip_archive.SIGNATURE)
-        pickled = not is_zip and self._read_pickles(region, member, expected=bool(_PICKLED.search(name)))
+        end = -4 if region.size > len(head) else None  # a letter may be cut there
+        is_text = b"\0" not in head and "\ufffd" not in head.decode("utf-8", "replace")[:end]
+        pickled = not is_zip and self._read_pickles(region, member, bool(_PICKLED.search(name)), text=is_text)
         if is_zip or find_end(region) >= 0:
             self._open_zip(region, member, depth)
             return "archive"
-        if head[257:262] == b"ustar":
+        if _is_tar(head):
             self._open_tar(region, member, depth)
             return "archive"
         for magic, start in _DECOMPRESSORS.items():
-            if head.startswith(magic) and self._inflate(region, start, member, depth):
+            certain = head.startswith(_CERTAIN)
+            if head.startswith(magic) and self._inflate(region, start, member, depth, certain=certain):
                 return "compressed"
         for magic, kind in _CLOSED.items():
             if head.startswith(magic) and not (magic == _ZSTD and _CHUNK.search(name)):
                 self.report(member, "unexamined", f"a {kind} file, which cannot be opened here")
                 return kind
         if head.startswith(b"\x93NUMPY"):
-            self._read_npy(region, member)
+            self._read_npy(region, member, depth)
             return "array"
         if head.startswith(b"\x89HDF\r\n\x1a\n"):
             self._search_names(region.sub(0, SEARCHED), member)
-            self._read_text(region, member, _CONFIG)  # which is stored as it is
+            self._search_text(region, member, _CONFIG)  # which is stored as it is
             return "HDF5"
         if _PROGRAM.match(head):
             self.report(member, "model", "a program or a library")
@@ -204,25 +221,35 @@ class Examination:
             return "safetensors"
         if pickled:
             return "pickle"
-        is_text = b"\0" not in head and "\ufffd" not in head.decode("utf-8", "replace")[:-4]
+        codec = next((codec for bom, codec in _BOMS.items() if head.startswith(bom)), "")
+        if codec:
+            region, is_text = of_bytes(region.at(0, 16 * MiB).decode(codec, "replace").encode()), True
         kind = next((kind for magic, kind in _DATA.items() if head.startswith(magic)), "text" if is_text else "data")
-        if is_text or name.endswith(".pb"):
-            in_text = _CONFIG if head.lstrip()[:1] in (b"{", b"[") else _TAG
-            self._read_text(region, member, in_text if is_text else _OPERATION)
+        if name.endswith(".json"):
+            self._read_json(region, member)
+        if is_text or name.endswith((".json", ".pb", ".pbtxt")):
+            in_json = is_text and region.at(0, 4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[")
+            pattern = _OPERATION if name.endswith((".pb", ".pbtxt")) else _CONFIG if in_json else _TAG
+            self._search_text(region, member, pattern)
         if head and (found := _PICKLED.search(name)):
             self.report(member, "unexamined", f"{'unknown data' if kind == 'data' else kind}, not a {found[0]} file")
         return kind
 
-    def _read_pickles(self, region: Region, member: str, *, expected: bool) -> bool:
+    def _read_pickles(self, region: Region, member: str, expected: bool, *, text: bool = False) -> bool:
         """Follow the pickles in a content, one after the other. Return False if it begins with none."""
         legacy, stream, count, end = LEGACY in region.at(0, 32), io.BufferedReader(region.sub(0), 1 << 16), 0, 0
         places: Iterator[int] = iter((0,))
+        tried = 0
         while (place := next(places, -1)) >= 0 and self._opcodes > 0 and place - end < SEARCHED:
+            tried += 1
+            if tried > MOST_PLACES:
+                self.report(member, "limit", f"more than {MOST_PLACES:,} places where a pickle may begin")
+                break
             stream.seek(place)
             found = Pickle(tolerant=expected or bool(_MAYBE.search(member or self.file)))
             found.follow(stream, region.size, self._opcodes)
             self._opcodes -= found.opcodes
-            if not found.is_pickle(expected=expected and not count, searched=place > end):
+            if not found.is_pickle(expected=expected and not count, searched=place > end, text=text):
                 if found.stopped:  # data, or a pickle without names: another one may follow
                     end = stream.tell() if place == end and not found.faults else end
                     places = chain((stream.tell(),), places)
@@ -254,20 +281,26 @@ class Examination:
             if len(parts) == 2 and judge_name(name := Name(*parts)) == "code":
                 self.report(member, "code", f"names {name}, in bytes that cannot be followed", str(name))
 
-    def _read_npy(self, region: Region, member: str) -> None:
-        width = 2 if region.at(6, 1) == b"\1" else 4
-        begin = 8 + width + int.from_bytes(region.at(8, width), "little")
-        if begin > min(region.size, MiB):
-            self.report(member, "unexamined", "the header of an array is too long")
-        elif b"O" in region.at(8 + width, begin) and not self._read_pickles(region.sub(begin), member, expected=True):
-            self.report(member, "unexamined", "an array of objects without a pickle")
+    def _read_npy(self, region: Region, member: str, depth: int) -> None:
+        """Examine what is after the header of an array: a pickle of objects, or other contents after its numbers."""
+        begin, nbytes = read_array(region)
+        if nbytes is None:
+            if not self._read_pickles(region.sub(begin), member, expected=True):
+                self.report(member, "unexamined", "an array of objects without a pickle, or without a header")
+        elif region.size > begin + nbytes:
+            self.report(member, "unexamined", f"{region.size - begin - nbytes:,} bytes after an array")
+            self.examine(region.sub(begin + nbytes), member, depth + 1)
 
     def _open_zip(self, region: Region, member: str, depth: int) -> None:
         """Examine the members of the last archive in a content, and then what is before it."""
-        several = bool(_SEVERAL.search(member or self.file))
-        start = region.size
+        name, start = member or self.file, region.size
+        among = bool(_OBJECTS.search(name))
         while start:
             region = region.sub(0, start)
+            self._contents -= 1
+            if self._contents < 0:
+                self.report("", "limit", f"more than {MOST_CONTENTS:,} members")
+                return
             try:
                 tail = region.at(max(0, region.size - zip_archive.TAIL), zip_archive.TAIL)
                 begin, end = zip_archive.find_directory(tail, region.size)
@@ -280,13 +313,14 @@ class Examination:
                 members = zip_archive.read_members(region.at(start + begin, end - begin), begin)
                 self._open_members(region.sub(start, begin), members, member, depth)
             except ValueError as error:
-                if not several:  # other bytes may be among them
+                if not among:
                     self.report(member, "archive", str(error))
                 self._open_headers(region, member, depth)
                 return
-            if start and not several:
+            joined = start and find_end(region.sub(0, start)) == start
+            if start and not among and not (joined and name.endswith(".distcp")):
                 self.report(member, "archive", f"{start:,} bytes before an archive")
-            if start and find_end(region.sub(0, start)) != start:
+            if start and not joined:
                 self.examine(region.sub(0, start), member, depth + 1)
                 return
 
@@ -323,14 +357,14 @@ class Examination:
 
     def _open_headers(self, region: Region, where: str, depth: int) -> None:
         """Examine what is after each header in a broken archive, whatever a directory says."""
-        places = [
-            *sorted(set(region.search(re.compile(rb"PK(?:\x03\x04|\x01\x02|\x05\x06|\x06\x06|\x07\x08)")))),
-            (region.size, b""),
-        ]
-        for (place, signature), (following, _) in pairwise(places):
-            if signature == zip_archive.SIGNATURE and len(head := region.at(place, zip_archive.LONGEST_HEADER)) >= 30:
-                begin = place + zip_archive.find_data_begin(head)
-                data = region.sub(begin, following - begin)
+        signatures = region.search(re.compile(rb"PK(?:\x03\x04|\x01\x02|\x05\x06|\x06\x06|\x07\x08)"))
+        places = [*dict.fromkeys(islice(signatures, MOST_PLACES)), (region.size, b"")]
+        if len(places) > MOST_PLACES // 2:
+            self.report(where, "limit", f"a broken archive with more than {MOST_PLACES // 2:,} headers")
+        for (place, signature), (following, _) in pairwise(places[: MOST_PLACES // 2]):
+            head = region.at(place, min(following - place, zip_archive.LONGEST_HEADER))
+            if signature == zip_archive.SIGNATURE and len(head) >= 30:
+                data = region.sub(place, following - place).sub(min(len(head), zip_archive.find_data_begin(head)))
                 self._open_member(data, zip_archive.read_name(head), head[8], where, depth)
 
     def _open_tar(self, region: Region, where: str, depth: int) -> None:
@@ -349,7 +383,8 @@ class Examination:
                         self.examine(region.sub(each.offset_data, each.size), inner, depth + 1)
                     elif not each.isdir():
                         self.report(inner, "unexamined", "a special file in an archive")
-                if next(region.search(re.compile(rb"[^\0]"), archive.offset), None):
+                rest = region.sub(archive.offset)
+                if rest.size > SEARCHED or next(rest.search(re.compile(rb"[^\0]")), None):
                     self.report(where, "archive", "bytes after the end of a tar archive")
         except (tarfile.TarError, ValueError, OverflowError) as error:
             self.report(where, "unexamined", f"a broken tar archive: {error}")
@@ -359,41 +394,97 @@ class Examination:
         if ".." in parts or not parts[0] or parts[0][1:2] == ":":
             self.report(inner, "link", "the name of a member leads out of the folder")
 
-    def _inflate(self, region: Region, start: Callable[[], Any], member: str, depth: int) -> bool:
-        """Examine decompressed bytes. Return False if they cannot be decompressed at all."""
+    def _inflate(
+        self, region: Region, start: Callable[[], Any], member: str, depth: int, *, certain: bool = False
+    ) -> bool:
+        """Examine decompressed bytes. Return False if they cannot be decompressed at all, unless it is `certain`."""
         if self._inflated <= 0:
             self.report(member, "limit", f"more than {MOST_INFLATED:,} decompressed bytes in the file")
             return True
         for most in (64 << 10, max(64 << 10, min(INFLATED, self._inflated))):
-            machine, made, place, error = start(), b"", 0, ""
-            try:
-                while place < region.size and len(made) <= most and not machine.eof:
-                    made += machine.decompress(region.at(place, MiB), most + 1 - len(made))
-                    place += MiB
-            except (zlib.error, lzma.LZMAError, OSError, EOFError, ValueError) as raised:
-                error = str(raised)
-            plain = made.startswith(b"\x93NUMPY") and b"O" not in made[:1024]
-            if len(made) <= most or plain:
+            made, error = _decompress(region, start, most)
+            plain = made.startswith(b"\x93NUMPY") and read_array(of_bytes(made))[1] is not None
+            if len(made) <= most:
                 break
-        if made:
-            self._inflated -= len(made)
-            if error or (len(made) <= most and (not machine.eof or machine.unused_data or place < region.size)):
-                self.report(member, "unexamined", error or "compressed bytes that are cut off, or not the last")
+        self._inflated -= len(made)
+        limited = "memory" in error.lower()
+        if made or certain or limited:
+            if error:
+                self.report(member, "unexamined", error)
             elif len(made) > most and not plain:
                 self.report(member, "limit", f"only the first {most:,} decompressed bytes were examined")
-            self.examine(of_bytes(made), member, depth + 1)
-        return bool(made) or (machine.eof and not error)
+            if not (len(made) > most and plain):
+                inner = re.sub(r"(?i)\.(gz|bz2|xz|lzma|z)$", "", member or self.file)
+                self.examine(of_bytes(made), member, depth + 1, inner)
+        return bool(made) or certain or limited or not error
 
-    def _read_text(self, region: Region, member: str, pattern: re.Pattern[bytes]) -> None:
+    def _search_text(self, region: Region, member: str, pattern: re.Pattern[bytes]) -> None:
         """Find operations on files, Lambda layers of Keras, and objects of Python in YAML."""
-        for found in {found.decode() for _, found in region.search(pattern)}:
+        if region.size > SEARCHED_TEXT:
+            self.report(member, "limit", f"only the first {SEARCHED_TEXT:,} bytes were searched")
+        for found in {found.decode().strip() for _, found in region.sub(0, SEARCHED_TEXT).search(pattern)}:
             self.report(member, "model", found)
+
+    def _read_json(self, region: Region, member: str) -> None:
+        """Search the values of a JSON file, however it is written."""
+        try:
+            value = json.loads(region.at(0, SEARCHED))
+            self._search_text(of_bytes(json.dumps(value).encode()), member, _TAG)
+        except RecursionError:
+            self.report(member, "limit", "a JSON file that nests too deep")
+        except ValueError:  # it is none, or is too long, and is searched as it is
+            return
+
+
+def read_array(region: Region) -> tuple[int, int | None]:
+    """Return where the data of a NumPy file begins, and its length; None if it is a pickle, or not known."""
+    width = 2 if region.at(6, 1) == b"\1" else 4
+    begin = 8 + width + int.from_bytes(region.at(8, width), "little")
+    try:
+        header = ast.literal_eval(region.at(8 + width, min(begin, MiB)).decode("latin-1")[: begin - 8 - width])
+        dtype = import_module("numpy").lib.format.descr_to_dtype(header["descr"])
+        return begin, None if dtype.hasobject else math.prod(header["shape"]) * dtype.itemsize
+    except Exception:  # noqa: BLE001 - a hostile header may cause any
+        return begin, None
+
+
+def _decompress(region: Region, start: Callable[[], Any], most: int) -> tuple[bytes, str]:
+    """Return decompressed bytes of all members, one more than `most` if there are, and what ended them too early."""
+    made, place, machine, data = bytearray(), 0, start(), b""
+    try:
+        while len(made) <= most:
+            if machine.eof:
+                data = machine.unused_data.lstrip(b"\0")
+            if not data:
+                if place >= region.size:
+                    return bytes(made), "" if machine.eof else "compressed bytes that are cut off"
+                data = region.at(place, MiB)
+                place += len(data)
+            if machine.eof:
+                machine = start()
+            made += machine.decompress(data, most + 1 - len(made))
+            data = b""
+    except (zlib.error, lzma.LZMAError, OSError, EOFError, ValueError) as raised:
+        return bytes(made), f"cannot be decompressed: {raised}"
+    return bytes(made), ""
+
+
+def _is_tar(head: bytes) -> bool:
+    """Return True if readers take a content for a tar archive, by the checksum of its first header."""
+    try:
+        tarfile.TarInfo.frombuf(head[:512], "utf-8", "surrogateescape")
+    except tarfile.TarError:
+        return False
+    return True
 
 
 def find_end(region: Region) -> int:
     """Return the end of the last zip archive in a content; -1 if there is none."""
-    tail = region.at(max(0, region.size - 0xFFFF - zip_archive.TAIL), 0xFFFF + zip_archive.TAIL)
-    place = tail.rfind(b"PK\5\6")
+    for length in (22 + 20, 0xFFFF + zip_archive.TAIL):  # mostly there is no comment
+        tail = region.at(max(0, region.size - length), length)
+        place = tail.rfind(b"PK\5\6")
+        if place >= 0:
+            break
     directory = region.size - len(tail) + place - int.from_bytes(tail[place + 12 : place + 16], "little")
     certain = place >= 0 and (tail[:place][-20:].startswith(b"PK\6\7") or region.at(directory, 2) == b"PK")
     return region.size - len(tail) + place + 22 if certain else -1

@@ -21,11 +21,12 @@ MOST_HELD = 4_000_000
 """Values on the stack and in the memo of one pickle."""
 MOST_TEXT = 128 << 20
 """Characters of the texts in one pickle that may be names."""
-LONGEST = 512
+LONGEST = 4096
 """Bytes of a text that may be a name; longer ones are skipped."""
-VALUE, RESULT = object(), object()
-"""Stand for a value that is neither a text nor a name, and for what a call returned."""
+VALUE, TEXT, RESULT = object(), object(), object()
+"""Stand for a value that is neither a text nor a name, for what may be a text, and for what a call returned."""
 _OPCODES = {each.code.encode("latin-1"): each for each in pickletools.opcodes}
+_TEXTS = ("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8")
 _WORD = re.compile(r"[\w.]+")
 """A module or a name, unless it is made of random bytes."""
 _COUNTED = {-2: 1, -3: 4, -4: 4, -5: 8}
@@ -45,17 +46,22 @@ class Pickle:
         self.opcodes = 0
         self._stack: list[Any] = []
 
-    def is_pickle(self, *, expected: bool, searched: bool = False) -> bool:
+    def is_pickle(self, *, expected: bool, searched: bool = False, text: bool = False) -> bool:
         """Return False if the bytes are probably other data.
 
-        `expected`: their place is one for pickles. `searched`: their beginning was only found by a search.
+        `expected`: their place is one for pickles. `searched`: their beginning was only found by a search. `text`: they
+        can be read as a text.
         """
         whole = self.stopped and not self._broken
-        if (expected and (self.headed or whole)) or (self.headed and whole and not searched):
+        if self.limited or (expected and (self.headed or whole)) or (self.headed and whole and not searched):
             return True
-        certain = expected or whole or self.limited or (not searched and (self.headed or self.stopped))
-        likely = {each: called for each, called in self.names.items() if expected or all(map(_WORD.fullmatch, each))}
-        return any(certain or called or judge_name(each) == "code" for each, called in likely.items())
+        certain = expected or whole or (not searched and (self.headed or self.stopped))
+        words = not text and not searched
+        return any(
+            certain or called or (each != (COMPUTED, COMPUTED) and judge_name(each) == "code")
+            or (words and all(map(_WORD.fullmatch, each)))
+            for each, called in self.names.items()
+        )  # fmt: skip
 
     def follow(self, stream: BufferedIOBase, size: int, most: int = MOST_OPCODES) -> None:  # noqa: PLR0912 - one loop
         """Follow the instructions up to STOP, a byte that is none, or a limit."""
@@ -73,7 +79,9 @@ class Pickle:
             name, taken = opcode.name, self._take(opcode)
             if self._broken and not (self.headed or self._tolerant):
                 return
-            if name.endswith("GET"):
+            if operand is TEXT and name in ("GET", "PUT"):
+                stack += [self._fault("it stores or reads a value by a wrong number")] * (name == "GET")
+            elif name.endswith("GET"):
                 stack.append(memo[operand] if operand in memo else self._fault("it reads a value that was not stored"))
             elif name.endswith("PUT"):
                 memo[operand] = stack[-1] if stack else self._fault("it stores a value that is not there")
@@ -83,7 +91,11 @@ class Pickle:
             elif name in ("GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"):
                 parts = taken if name == "STACK_GLOBAL" else operand
                 found = Name(*(each if isinstance(each, str) else COMPUTED for each in parts))
-                if COMPUTED not in found or self.headed or not self._broken:
+                if name.startswith("EXT") and not (self.headed or self._tolerant):
+                    self._fault("it names an extension, of which there are none")
+                elif VALUE in parts:
+                    self._fault("it names something by a value that is not a text")
+                elif COMPUTED not in found or self.headed or not self._broken:
                     self.names[found] = self.names.get(found, False) or name == "INST"
                 stack.append(RESULT if name == "INST" else found)
             elif name in ("REDUCE", "OBJ", "NEWOBJ", "NEWOBJ_EX"):  # the last two only create objects
@@ -100,10 +112,10 @@ class Pickle:
                     self._fault(f"unknown protocol {operand}")
                 self.headed |= name == "PROTO" and self.opcodes == 1 and not self._broken
                 self.stopped = name == "STOP"
-                text = isinstance(operand, str)
-                below = taken[0] if name == "BUILD" else VALUE
-                length += len(operand) if text else 0
-                stack += [MARK if each is MARK else operand if text else below for each in opcode.stack_after]
+                below = taken[0] if name == "BUILD" else operand if name in _TEXTS else VALUE
+                below = TEXT if name.endswith("PERSID") else below  # a reader may return anything for it
+                length += len(below) if isinstance(below, str) else 0
+                stack += [MARK if each is MARK else below for each in opcode.stack_after]
 
     def _fault(self, text: str) -> Any:
         """Note what ends an unpickler here. Return a value to go on with."""
@@ -123,12 +135,12 @@ class Pickle:
 
 
 def _read_operand(stream: BufferedIOBase, opcode: pickletools.OpcodeInfo, size: int) -> Any:  # noqa: PLR0911 - one per kind
-    """Return an operand: `VALUE` if there is none, or it is too long for a name; None if the bytes end before."""
+    """Return an operand: `VALUE` if there is none, `TEXT` if it is not known; None if the bytes end before."""
     if opcode.arg is None:
         return VALUE
     if opcode.name in ("GLOBAL", "INST"):
-        lines = [stream.readline(LONGEST).decode("utf-8", "backslashreplace") for _ in range(2)]
-        return [each[:-1] for each in lines] if all(each.endswith("\n") for each in lines) else None
+        lines = [_read_line(stream) for _ in range(2)]
+        return None if None in lines else [_as_name(each or b"") for each in lines]
     if opcode.name.startswith("EXT"):
         return "(extension)", f"{int.from_bytes(stream.read(opcode.arg.n), 'little')}"
     if width := _COUNTED.get(opcode.arg.n):
@@ -137,20 +149,34 @@ def _read_operand(stream: BufferedIOBase, opcode: pickletools.OpcodeInfo, size: 
         if stream.tell() + count - len(data) > size:
             return None
         stream.seek(count - len(data), 1)
-        return data.decode("utf-8", "backslashreplace") if count <= LONGEST else VALUE
-    line = opcode.arg.n < 0
-    data = part = stream.readline(LONGEST) if line else stream.read(opcode.arg.n)
-    while line and len(part) == LONGEST and not part.endswith(b"\n"):
-        part = stream.readline(LONGEST)
-    if not part.endswith(b"\n") if line else len(part) < opcode.arg.n:
-        return None
-    if opcode.name == "PERSID":
-        return VALUE
+        return data.decode("utf-8", "backslashreplace") if count <= LONGEST else TEXT
+    if opcode.arg.n > 0:
+        data = stream.read(opcode.arg.n)
+        return opcode.arg.reader(BytesIO(data)) if len(data) == opcode.arg.n else None
+    line = _read_line(stream)
+    if line is None or opcode.name == "PERSID":
+        return line if line is None else VALUE
     try:
-        if opcode.name == "STRING":  # Python warns about unknown escapes
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                return opcode.arg.reader(BytesIO(data))
-        return opcode.arg.reader(BytesIO(data))
+        if opcode.name in ("GET", "PUT"):  # an unpickler reads the number up to a NUL
+            return int(line.partition(b"\0")[0])
+        with warnings.catch_warnings():  # Python warns about unknown escapes
+            warnings.simplefilter("ignore")
+            return opcode.arg.reader(BytesIO(line + b"\n"))
     except ValueError:  # of a long line, or of one that only an unpickler reads
+        return TEXT
+
+
+def _read_line(stream: BufferedIOBase) -> bytes | None:
+    """Return a line, of which only the first 64 KiB are kept; None if the bytes end before."""
+    kept = part = stream.readline(1 << 16)
+    while len(part) == 1 << 16 and not part.endswith(b"\n"):
+        part = stream.readline(1 << 16)
+    return kept.removesuffix(b"\n") if part.endswith(b"\n") else None
+
+
+def _as_name(line: bytes) -> Any:
+    """Return a module or name of a line: `TEXT` if it is too long, `VALUE` if no unpickler accepts it."""
+    try:
+        return line.decode() if len(line) <= LONGEST else TEXT if line[: 1 << 15].decode() else VALUE
+    except ValueError:
         return VALUE

@@ -7,6 +7,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -20,7 +21,7 @@ from snapshot.io.session import Session
 from snapshot.io.storage import Storage
 from snapshot.io.url import URL
 from snapshot.text import counted
-from snapshot_scan.contents import HARMLESS, RULES, RUNS, UNEXAMINED, UNKNOWN, Examination, Finding, Region, of_bytes
+from snapshot_scan.contents import HARMLESS, RULES, RUNS, UNEXAMINED, UNKNOWN, Examination, Finding, Region
 
 DESCRIPTION = (
     "Show what a checkpoint of any format would run if it was opened: the functions that its pickles name and call, "
@@ -35,8 +36,8 @@ EXAMPLES = [
 ]
 STYLES = {RUNS: "red", UNKNOWN: "yellow", UNEXAMINED: "yellow", HARMLESS: ""}
 LEVELS = {RUNS: "error", UNKNOWN: "warning", UNEXAMINED: "warning"}
-SMALL = 64 << 10
-"""Bytes of a file that is read at once."""
+BLOCK = 16 << 10
+"""Bytes that are read at once, and kept for a while, where a few bytes are needed."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
         for name in names:
             if url.scheme != "file" or not skip_link(storage.url.location, name, found):
                 kinds[scan_file(storage, name, found, arguments.allow)] += 1
-            if name.rpartition("/")[2] == ".snapshot_metadata":
+            if name.rpartition("/")[2] in (".snapshot_metadata", ".metadata"):
                 scan_objects(storage, options, name, found, arguments.allow)
     order = list(STYLES)
     findings = sorted(found, key=lambda each: (order.index(each.verdict), each.file, each.member))
@@ -87,29 +88,40 @@ def run(arguments: argparse.Namespace) -> ExitStatus:
 
 
 def skip_link(root: str, name: str, found: dict[Finding, None]) -> bool:
-    """Add a finding for a link out of the folder. Return True for a link to a folder in it, which is listed itself."""
+    """Add a finding for a link out of the folder. Return True for a link to a folder, which is no file."""
     path, folder = os.path.join(root, name), os.path.realpath(root)
     if not os.path.islink(path):
         return False
     above, target = os.path.dirname(folder), os.path.realpath(path)
     # the files of a version in the cache of Hugging Face are links to its blobs
     shared = [os.path.join(os.path.dirname(above), "blobs")] if os.path.basename(above) == "snapshots" else []
-    inside = any(target.startswith(os.path.join(each, "")) for each in (folder, *shared))
+    listed = f"{target}/".startswith(f"{folder}/")
+    inside = listed or (os.path.isfile(target) and any(target.startswith(f"{each}/") for each in shared))
     if not inside:
         found[Finding(name, "", "link", f"a link to {target}, outside the folder")] = None
-    return inside and os.path.isdir(target)
+    return os.path.isdir(target)
 
 
 def open_region(storage: Storage, name: str) -> Region:
-    """Return a file as a region, which reads small files at once."""
+    """Return a file as a region, of which small parts are read by blocks."""
+    size = on_loop(storage.stat(name)).size
 
     def read(begin: int, count: int) -> bytes:
         held = bytearray(count)
         on_loop(storage.read_into(name, begin, [held]))
         return bytes(held)
 
-    size = on_loop(storage.stat(name)).size
-    return Region(read, size) if size > SMALL else of_bytes(read(0, size) if size else b"")
+    @lru_cache(16)
+    def block(number: int) -> bytes:
+        return read(number * BLOCK, min(BLOCK, size - number * BLOCK))
+
+    def read_some(begin: int, count: int) -> bytes:
+        first, last = begin // BLOCK, (begin + count - 1) // BLOCK
+        if last - first > 3:
+            return read(begin, count)
+        return b"".join(map(block, range(first, last + 1)))[begin - first * BLOCK :][:count]
+
+    return Region(read_some, size)
 
 
 def scan_file(
@@ -128,15 +140,17 @@ def scan_file(
 def scan_objects(
     storage: Storage, options: Mapping[str, Any], name: str, found: dict[Finding, None], allow: Sequence[str]
 ) -> None:
-    """Examine the pickled objects that a manifest locates in data files."""
+    """Examine the pickled objects that the metadata of a checkpoint locates in data files."""
     above = name.rpartition("/")[0]
     try:
         entries = read_metadata(storage.url.join(above), options).manifest
     except (SnapshotError, ValueError) as error:
         found[Finding(name, "", "unexamined", f"the manifest cannot be read: {error}")] = None
         return
-    everything: Any = entries.values()
+    everything: list[Any] = [*entries.values()]
     for entry in everything:
+        parts = [*(getattr(entry, "chunks", None) or ()), *(getattr(entry, "shards", None) or ())]
+        everything += [getattr(part, "tensor", part) for part in parts]
         if getattr(entry, "serializer", None) == "torch_save":
             scan_file(storage, f"{above}/{entry.location}".lstrip("/"), found, allow, entry.byte_range or (0, 1 << 62))
 

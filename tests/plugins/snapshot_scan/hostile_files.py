@@ -54,6 +54,19 @@ def npy(descr, content):
     return b"\x93NUMPY\1\0" + struct.pack("<H", len(header)) + header + content
 
 
+class Escaped:
+    """A type of objects, as a header may write it."""
+
+    def __repr__(self):
+        return r"'|\x4f'"
+
+
+def without_magic(archive):
+    """The tar archive of one member in the oldest format, which its checksum alone shows."""
+    head = archive[:148] + b" " * 8 + archive[156:257] + bytes(255)
+    return head[:148] + b"%06o\0 " % sum(head) + head[156:] + archive[512:]
+
+
 def renamed(archive, name, other):
     """The archive with another name in the first header only."""
     return archive.replace(name, other, 1)
@@ -138,6 +151,22 @@ HIDDEN = {
     "escaped.keras": zipped([("config.json", ESCAPED)]),
     "hparams.yaml": b"a: !!python/object/apply:os.system ['touch ran']\n",
     "pickle in a dataset.h5": b"\x89HDF\r\n\x1a\n" + b"\0" * 90 + EVIL,
+    "type by name.npy": npy("object", EVIL),
+    "escaped type.npz": zipped([("a.npy", npy(Escaped(), EVIL))]),
+    "empty member.gz": gzip.compress(b"", mtime=0) + gzip.compress(EVIL, mtime=0),
+    "empty member.joblib": bz2.compress(b"") + bz2.compress(EVIL),
+    "empty member.xz": lzma.compress(b"") + lzma.compress(EVIL),
+    "old.bin": without_magic(tarred([("pickle", EVIL)])),
+    "utf16.keras": zipped([("config.json", KERAS.encode("utf-16"))]),
+    "utf16 without a mark.keras": zipped([("config.json", KERAS.encode("utf-16-le"))]),
+    "spaces.keras": zipped([("config.json", " " * 70 + ESCAPED)]),
+    "mark.keras": zipped([("config.json", b"\xef\xbb\xbf" + ESCAPED.encode())]),
+    "utf16.yaml": "a: !!python/object/apply:os.system [x]\n".encode("utf-16"),
+    "percent.yaml": b"a: !!pyth%6fn/object/apply:os.system [x]\n",
+    "verbatim.yaml": b"a: !<tag:yaml.org,2002:python/object/apply:os.system> [x]\n",
+    "prefix.yaml": b"%TAG !p! tag:yaml.org,2002:python/\n---\na: !p!object/apply:os.system [x]\n",
+    "next.pb": b"\n\x08ReadFile2\0",
+    "graph.pbtxt": b'op: "WriteFile"\n',
     "library.so": b"\x7fELF" + b"\0" * 99,
     "script.pt": zipped([("m/data.pkl", PLAIN), ("m/code/__torch__.py", b"def f(): pass")]),
 }
@@ -161,7 +190,15 @@ SUSPICIOUS = {
     "deep.zip": (zipped([("a", zipped([("b", zipped([("c", zipped([("d", zipped([("e", b"")]))]))]))]))]), "limit"),
     "bomb.gz": (gzip.compress(b"\0" * (70 << 20), mtime=0), "limit"),
     "cut.gz": (gzip.compress(b"a" * 1000, mtime=0)[:-5], "unexamined"),
-    "two.gz": (gzip.compress(b"a", mtime=0) + gzip.compress(b"b", mtime=0), "unexamined"),
+    "flags.gz": (gzip.compress(EVIL, mtime=0).replace(b"\x08\0", b"\x08\xe0", 1), "unexamined"),
+    "large.xz": (lzma.compress(EVIL, filters=[{"id": lzma.FILTER_LZMA2, "dict_size": 400 << 20}]), "unexamined"),
+    "two arrays.npy": (npy("<f8", b"\0" * 8) + npy("|O", EVIL), "code"),
+    "import.model": (b"cmy_evil\nrun\n\xff", "unknown"),
+    "created.model": (b"cmy_evil\nRun\n)\x81\xff", "unknown"),
+    "moved.distcp": (b"\0" * 64 + EVIL + zipped([("archive/data.pkl", PLAIN)]), "archive"),
+    "nested.json": (b"[" * 100_000 + b"]" * 100_000, "limit"),
+    "headers.bin": (b"PK\3\4" * 60_000, "limit"),
+    "places.pkl": (PLAIN + b"\x80\x02\xff\xff" * 60_000, "limit"),
     "model.7z": (b"7z\xbc\xaf\x27\x1c\0\4" + b"\0" * 50, "unexamined"),
     "model.zst": (b"\x28\xb5\x2f\xfd" + b"\0" * 50, "unexamined"),
     "noise.pt": (bytes(range(255, 100, -1)), "unexamined"),
@@ -182,9 +219,12 @@ SAFE = {
     "README.md": "# Modell für alle\n".encode(),
     "empty": b"",
     "array.npy": npy("<f8", b"\0" * 8),
+    "texts.npy": npy("<U2", "OObb".encode("utf-32-le")[:8]),
+    "named.npy": npy([("O_o", "<f4")], b"OOOO"),
     "array.npz": zipped([("a.npy", npy("<f8", b"\0" * 8))], zipfile.ZIP_DEFLATED),
     "bomb.npz": zipped([("a.npy", npy("<f8", b"\0" * (70 << 20)))], zipfile.ZIP_DEFLATED),
     "data.json.gz": gzip.compress(b"{}", mtime=0),
+    "two.txt.gz": gzip.compress(b"a", mtime=0) + gzip.compress(b"b", mtime=0) + bytes(9),
     "arrays/d/0123456789abcdef0123456789abcdef": b"\x28\xb5\x2f\xfd" + b"\0" * 50,
     "empty.zip": zipped([("a", b"")], zipfile.ZIP_DEFLATED),
     "empty.gz": gzip.compress(b"", mtime=0),

@@ -70,8 +70,22 @@ SYSTEM = called(named("os", "system"))
 STACKED = called(stacked("posix", "system"))
 PUT, GET, POP = pickle.PUT, pickle.GET, pickle.POP
 
+LONG = b"os\n" + b"path.os." * 80 + b"system\n"
+
 TRICKS = {
     "GLOBAL": SYSTEM,
+    "numbers with a NUL": headed(
+        text("posix") + PUT + b"1\0\n0" + text("collections") + PUT + b"3\0\n0" + GET + b"1\0\n" + text("system")
+        + PUT + b"2\0\n0" + text("OrderedDict") + PUT + b"4\0\n0" + GET + b"2\0\n" + called(pickle.STACK_GLOBAL)
+    ),
+    "a number with a NUL and one without": b"Nq\0" + PUT + b"1\0\n0h\1" + SYSTEM,
+    "a long name": headed(called(b"c" + LONG), 4),
+    "a very long name": headed(called(b"cos\n" + b"path.os." * 9000 + b"system\n"), 4),
+    "a long name of INST": b"(S'touch ran'\ni" + LONG + b".",
+    "a long name of STACK_GLOBAL": (
+        b"N0" + headed(text("os") + b"X" + struct.pack("<I", 4806) + b"path.os." * 600 + b"system" + called(b"\x93"))
+    ),
+    "a module with a hyphen": b"cmy-evil\nrun\n)R.",
     "STACK_GLOBAL": headed(STACKED),
     "protocol 0": b"cposix\nsystem\np0\n(Vtouch ran\np1\ntp2\nRp3\n.",
     "INST": b"(S'touch ran'\niposix\nsystem\n.",

@@ -141,6 +141,15 @@ def test_scan_ends_at_limits_and_says_so(monkeypatch):
     assert scan(memo) == {}
 
 
+@pytest.mark.parametrize("limit", ["MOST_HELD", "MOST_TEXT"])
+@pytest.mark.parametrize("file", ["a.pkl", "a.bin", "README.md"])
+def test_scan_says_that_a_limit_was_reached_in_a_file_of_any_name(limit, file, monkeypatch):
+    monkeypatch.setattr(f"snapshot_scan.pickles.{limit}", 500)
+    padding = {"MOST_HELD": b"N" * 600, "MOST_TEXT": (b"X\x90\1\0\0" + b"x" * 400 + b"0") * 3}[limit]
+    for data in (headed(padding + called(named("os", "system"))), padding + called(named("os", "system"))):
+        assert "not examined" in scan(data, file).values()
+
+
 class Recorded:
     """An unpickler with functions in place of all that a pickle names."""
 
