@@ -90,9 +90,10 @@ def test_decode_of_a_flipped_bit_raises_snapshot_error(name, small_files):
 
 USERS_OF_JSON = re.compile(
     r"snapshot/(decoding|cli/arguments|io/url)\.py|plugins/snapshot_bench/.*"
-    r"|plugins/(snapshot_health/report_verb|snapshot_objectstore/gcs|snapshot_worker/client)\.py"
+    r"|plugins/(snapshot_health/report_verb|snapshot_objectstore/gcs|snapshot_scan/contents|snapshot_worker/client)\.py"
 )
-"""Modules that decode what a user, a server or this process itself has just written, with errors of their own."""
+"""Modules that decode what a user, a server or this process itself has just written, with errors of their own, or that
+must see a file as another reader does."""
 
 
 def test_decode_functions_are_used_for_all_files():
