@@ -22,6 +22,7 @@ CHANGES = {
 }  # fmt: skip
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
+sys.dont_write_bytecode = True  # of a module that no other test has imported yet
 root = sys.argv[1]
 met = []
 watching = False
