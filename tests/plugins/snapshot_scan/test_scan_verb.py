@@ -225,6 +225,19 @@ def test_scan_examines_what_metadata_locates_among_other_bytes(tmp_path, capsys)
     assert ("runs code", data.name, "", "names os.system") in scan(capsys, tmp_path / "dcp")
 
 
+def test_scan_examines_pickles_in_the_chunks_of_torchsnapshot(tmp_path, capsys):
+    tensor = {
+        "type": "Tensor", "location": "0/w", "serializer": "torch_save", "dtype": "torch.float32", "shape": [4],
+        "replicated": False, "byte_range": [100, 100 + len(EVIL)],
+    }  # fmt: skip
+    chunks = [{"offsets": [0], "sizes": [4], "tensor": tensor}]
+    chunked = {"type": "ChunkedTensor", "dtype": "torch.float32", "shape": [4], "chunks": chunks, "replicated": False}
+    manifest = {"version": "0.1.0", "world_size": 1}
+    manifest["manifest"] = {"0/m": {"type": "dict", "keys": ["w"]}, "0/m/w": chunked}
+    fill(tmp_path, {".snapshot_metadata": json.dumps(manifest).encode(), "0/w": b"\0" * 100 + EVIL})
+    assert ("runs code", "0/w", "", "calls posix.system") in scan(capsys, tmp_path)
+
+
 SHORT = b"cos\nsystem\n.   "
 
 
